@@ -9,6 +9,7 @@ import msgspec
 
 from shardnet.cluster.machine import kernels
 from shardnet.cluster.placement.energy import best_saving
+from shardnet.stage.estimate.memory_estimate import KEPT_ROWS_BYTES
 from shardnet.types import LayerRange
 from shardnet.wire.messages import plans
 from shardnet.wire.messages.diagnostics import Drafted
@@ -418,7 +419,9 @@ def _stage_line(plan: plans.PlanReply, stage: plans.PlannedStage) -> str:
     if stage.streamed_layers:
         line += f", {stage.streamed_layers} layers streamed from disk"
     if stage.looked_up_bytes:
-        at = f"at {' or '.join(stage.rows_from)}" if stage.rows_from else "on its disk"
+        at = "on its disk"
+        if stage.rows_from:
+            at = f"at {' or '.join(stage.rows_from)}, {KEPT_ROWS_BYTES >> 20} MiB for rows of these"
         line += f", looks up {stage.looked_up_bytes / 2**20:.1f} MiB of tables {at}"
     if stage.compute_ms is not None:
         line += f", compute {_ms(stage.compute_ms)}"

@@ -82,7 +82,7 @@ class NoiseWeights:
     def stored_table(self, *names: str, rows_of: RowsOf) -> StoredTable:
         """Make a small table in the place of a large one."""
         _, width = self._shapes[f"{names[0]}.weight"]
-        return SomeRows(PlainTable(self._noise(N_ROWS, width)))
+        return SomeRows(PlainTable(self._noise(N_ROWS, width)), rows_of)
 
     def token_classes(self) -> Tensor:
         """Make none: no model here hashes them."""

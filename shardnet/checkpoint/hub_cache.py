@@ -12,6 +12,7 @@ from typing import Final
 
 from shardnet.checkpoint.formats import consolidated
 from shardnet.checkpoint.formats.gguf_header import (
+    ahead_name,
     first_part_name,
     is_model_name,
     is_projector_name,
@@ -136,7 +137,9 @@ def _chosen_gguf(names: Sequence[str], choice: str, model: str) -> CheckpointFil
         raise CheckpointError(
             f"{model} lacks the part {lacking[0]}", remedy="report it to its authors"
         )
-    return CheckpointFiles(whole=_projector(names, path.parent), tensors=parts, path=parts[0])
+    ahead = str(path.with_name(ahead_name(path.name)))
+    tensors = (*parts, ahead) if ahead in names else parts
+    return CheckpointFiles(whole=_projector(names, path.parent), tensors=tensors, path=parts[0])
 
 
 def _projector(names: Sequence[str], folder: PurePosixPath) -> tuple[str, ...]:

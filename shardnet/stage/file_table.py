@@ -27,7 +27,8 @@ from shardnet.checkpoint.tensors.stored_tensor import AskRows, StoredRow, damage
 from shardnet.errors import CheckpointError, ShardnetError
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.panels import Panels, unpack_whole
-from shardnet.model.layers.weight_source import RowsOf
+from shardnet.model.layers.weight_source import RowsOf, Text
+from shardnet.stage.estimate.memory_estimate import KEPT_ROWS_BYTES
 from shardnet.stage.estimate.stored_dtype import STORED_FLOATS
 from shardnet.stage.stored_weights import RowPacking
 from shardnet.stage.streaming.buffers import FileChanged, FilePart, fill
@@ -35,8 +36,6 @@ from shardnet.stage.tensor_reader import TensorReader
 from shardnet.threads import DaemonThreads
 from shardnet.types import PREFILL_CHUNK_ROWS, MicroBatch, RowGroup, SequenceId, SlotId
 
-KEPT_BYTES: Final = 128 << 20
-"""Memory of a stage for rows that other nodes have sent."""
 _BESIDE_BYTES: Final = 256
 """What a row takes there beside its own bytes."""
 _FLOATS: Final = {name: torch_dtype(dtype) for name, dtype in STORED_FLOATS.items()}
@@ -51,14 +50,32 @@ class RowCache:
     `ask` brings others. One thread at a time: who needs what another has asked for finds it.
     """
 
-    def __init__(self, model_id: str, most_bytes: int = KEPT_BYTES) -> None:
+    def __init__(self, model_id: str, most_bytes: int = KEPT_ROWS_BYTES) -> None:
         self.model_id = model_id
         self.most_bytes = most_bytes
         self.tables: list[FileTable] = []
         self.ask: AskRows | None = None
+        self.latest: tuple[list[tuple[list[int], int]], list[list[Tensor]]] = [], []
+        """The texts of the step that came last, and the rows of each table that they need."""
         self._kept: OrderedDict[StoredRow, bytes] = OrderedDict()
         self._kept_bytes = 0
         self._turn = threading.Lock()
+
+    def bring(self, texts: Sequence[Text]) -> list[list[Tensor]]:
+        """Have the rows come that texts need; return them for each table. Raises LostShardError."""
+        found: dict[RowsOf, list[Tensor]] = {}  # a table of scales has the rows of its codes
+        for of in (table.rows_of for table in self.tables):
+            found[of] = found.get(of) or [of(*text) for text in texts]
+        needed = [found[table.rows_of] for table in self.tables]
+        self.rows(
+            [
+                row
+                for table, own in zip(self.tables, needed, strict=True)
+                for ids in own
+                for row in table._stored(torch.unique(ids))
+            ]
+        )
+        return needed
 
     def rows(self, wanted: Sequence[StoredRow]) -> bytearray:
         """Return rows, one behind the other. Raises LostShardError."""
@@ -165,21 +182,28 @@ class FileTable:
         """It, and that of its scales, if it has one."""
         return [self] if self.scales is None else [self, self.scales]
 
+    @property
+    def kept_bytes(self) -> int:
+        """What rows of all tables of the stage may take of its device's memory."""
+        return 0 if self.cache is None or self.device.type == "cuda" else self.cache.most_bytes
+
     def rows(self, ids: Tensor) -> Tensor:
         """Read the rows `ids` [T]: a new tensor [T, E]. Raises CheckpointError, LostShardError."""
         wanted, places = map(torch.from_numpy, np.unique(ids.cpu().numpy(), return_inverse=True))
         return self._values(wanted)[places].to(self.device, self.dtype)
 
-    def bring(self, texts: Sequence[tuple[Tensor, int]]) -> None:
+    def bring(self, texts: Sequence[Text]) -> list[Tensor]:
         """Ask other nodes for the rows of all tables of the stage at once; see StoredTable."""
-        if self.cache is not None and self.cache.tables[0] is self:
-            wanted = [
-                row
-                for table in self.cache.tables
-                for ids, n_before in texts
-                for row in table._stored(torch.unique(table.rows_of(ids, n_before)))
-            ]
-            self.cache.rows(wanted)
+        if self.cache is None:
+            return [self.rows_of(*text) for text in texts]
+        key = [(ids.tolist(), n_before) for ids, n_before in texts]
+        known, needed = self.cache.latest
+        if known != key:
+            needed = self.cache.bring(texts)
+            self.cache.latest = key, needed
+        return next(
+            own for table, own in zip(self.cache.tables, needed, strict=True) if table is self
+        )
 
     def _stored(self, wanted: Tensor) -> list[StoredRow]:
         """Name the rows `wanted`, in their order, which is ascending."""
@@ -219,7 +243,8 @@ class FileTable:
     def _ask_for(self, texts: Sequence[tuple[Sequence[int], int]]) -> None:
         if self.cache is not None:
             with contextlib.suppress(ShardnetError):  # as looking up will say
-                self.bring([(torch.tensor(ids), n_before) for ids, n_before in texts])
+                if self.cache.tables[0] is self:
+                    self.cache.bring([(torch.tensor(ids), n_before) for ids, n_before in texts])
             return
         for token_ids, n_before in texts:
             for _ in self.asking(token_ids, n_before=n_before):

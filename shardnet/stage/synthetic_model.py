@@ -35,6 +35,7 @@ from shardnet.model.layers.weight_source import (
     RowsOf,
     StoredTable,
     Table,
+    Text,
 )
 from shardnet.model.sampling.sampler import Sampler, SampleRow
 from shardnet.model.shards.cut import Axis
@@ -293,7 +294,7 @@ class _Noise:
     def stored_table(self, *names: str, rows_of: RowsOf) -> StoredTable:
         """Make a small table in the place of a large one."""
         _, width = self._shapes[f"{names[0]}.weight"]
-        return SomeRows(PlainTable(self._noise((N_ROWS, width)).to(self._device)))
+        return SomeRows(PlainTable(self._noise((N_ROWS, width)).to(self._device)), rows_of)
 
     def token_classes(self) -> Tensor:
         """Make as many classes as there are."""
@@ -323,13 +324,15 @@ class SomeRows:
     """A table of few rows, which counts as one of any number."""
 
     few: Table
+    rows_of: RowsOf
 
     def rows(self, ids: Tensor) -> Tensor:
         """Look up the rows `ids` [T]: a new tensor [T, E]."""
         return self.few.rows(ids % N_ROWS)
 
-    def bring(self, texts: Sequence[tuple[Tensor, int]]) -> None:
-        """Do nothing: they are here."""
+    def bring(self, texts: Sequence[Text]) -> list[Tensor]:
+        """See StoredTable: they are here."""
+        return [self.rows_of(*text) for text in texts]
 
 
 def _spread(values: Tensor, shape: Shape) -> Tensor:

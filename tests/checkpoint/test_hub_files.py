@@ -89,6 +89,22 @@ def test_one_projector_comes_with_a_gguf(projectors: list[str], fetched: str | N
 
 
 @pytest.mark.parametrize(
+    ("parts", "ahead"),
+    [
+        (["tiny-Q8_0.gguf"], "mtp-tiny-Q8_0.gguf"),
+        ([f"a/tiny-Q8_0-0000{n}-of-00002.gguf" for n in (1, 2)], "a/mtp-tiny-Q8_0.gguf"),
+    ],
+)
+def test_layers_that_predict_further_tokens_come_with_their_gguf(
+    parts: list[str], ahead: str
+) -> None:
+    others = ["mtp-tiny-BF16.gguf", "b/mtp-tiny-Q8_0.gguf"]
+    found = choose_files([*parts, ahead, *others], "Q8_0", "lab/tiny")
+    assert (found.tensors, found.path) == ((*parts, ahead), parts[0])
+    assert choose_files([*parts, *others], "Q8_0", "lab/tiny").tensors == (*parts,)
+
+
+@pytest.mark.parametrize(
     ("names", "choice", "words"),
     [
         (

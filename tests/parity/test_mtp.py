@@ -23,7 +23,7 @@ from test_moved_kv import pull
 from torch import Tensor
 
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.errors import UsageError
+from shardnet.errors import CheckpointError, UsageError
 from shardnet.runtime.engine.requests import (
     GenerationFinished,
     GenerationRequest,
@@ -32,6 +32,7 @@ from shardnet.runtime.engine.requests import (
 )
 from shardnet.runtime.loading.loaded_stage import LoadedStage, computes_by_device, load_by_device
 from shardnet.runtime.loading.loading import load
+from shardnet.runtime.loading.model_facts import stamp
 from shardnet.runtime.scheduling.drafting import AdaptiveDrafter
 from shardnet.runtime.stage import mtp_drafts
 from shardnet.runtime.stage.mtp_drafts import MtpDrafts
@@ -324,6 +325,41 @@ def test_drafts_come_from_a_gguf(
         run(stages, *(replace(one, speculation=how) for one in asked)) for how in (None, MTP)
     )
     assert [tokens_of(events) for events in drafted] == [tokens_of(events) for events in plain]
+
+
+@pytest.mark.parametrize("family", cases(["deepseek_v4"], ["deepseek_v3", "qwen3_5_text"]))
+def test_layers_in_a_file_beside_a_gguf_are_those_of_one_file(family: str, tmp_path: Path) -> None:
+    sizes = SAID_IN_A_GGUF.get(family, {})
+    folder = make_mtp(tmp_path, family, **sizes)
+    whole = Checkpoint.open(write_mtp_gguf(folder, tmp_path / "whole.gguf"))
+    (tmp_path / "apart").mkdir()
+    file = write_mtp_gguf(folder, tmp_path / "apart" / "model.gguf", is_apart=True)
+    ahead = file.with_name("mtp-model.gguf")
+    apart = Checkpoint.open(file.parent)
+    whole.use_mtp()
+    apart.use_mtp()
+    assert (apart.config, apart.tensors.keys()) == (whole.config, whole.tensors.keys())
+    for name in whole.tensors:
+        assert torch.equal(apart.read(name), whole.read(name)), name
+    assert {head.name for head in apart.skeleton()} == {file.name, ahead.name}
+    assert [name for name, *_ in stamp(file)] == [file.name, ahead.name]
+    stages = TorchStages(file, even_split(N_LAYERS, 2), has_mtp=True)
+    stages.open(SamplingParams(), n_prompt=30, n_drafts=1)
+    assert stages.step(0, random_prompt(30, 300), 1).drafts
+
+    model_id = apart.model_id
+    ahead.rename(tmp_path / "other.gguf")
+    alone = Checkpoint.open(file)
+    assert not alone.has_mtp
+    assert alone.model_id != model_id
+    sizes = sizes | {"intermediate_size": 96, "moe_intermediate_size": 96}
+    other = make_mtp(tmp_path / "wider", family, **sizes)
+    made = write_mtp_gguf(other, tmp_path / "model.gguf", is_apart=True)
+    made.with_name(ahead.name).rename(ahead)
+    with pytest.raises(
+        CheckpointError, match=r"mtp-model\.gguf: .* is 96, and \d+ in the model beside"
+    ):
+        Checkpoint.open(file)
 
 
 @pytest.mark.parametrize("folder", ["qwen3_next"], indirect=True)

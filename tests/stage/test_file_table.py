@@ -7,7 +7,7 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,7 @@ from shardnet.errors import CheckpointError
 from shardnet.model.families.stage_tensors import stage_tensors
 from shardnet.runtime.loading.loaded_stage import JoinedCompute
 from shardnet.runtime.loading.model_facts import identify
+from shardnet.runtime.shards.spanning_stage import LinkGroup, SpanningCompute
 from shardnet.runtime.stage.compute import AheadCompute
 from shardnet.runtime.stage.torch_compute import TorchCompute
 from shardnet.stage import file_table
@@ -102,13 +103,23 @@ def test_what_a_prompt_needs_is_asked_for_before_and_nothing_else(
 LONG = random_prompt(500, 90, seed=2)
 
 
+@pytest.mark.parametrize(
+    "within",
+    [
+        lambda stage: JoinedCompute([stage], WireDType.FLOAT32),
+        lambda stage: SpanningCompute(stage, LinkGroup(1, 2)),
+    ],
+    ids=["joined", "spanning"],
+)
 def test_what_stands_before_a_step_decides_what_is_asked_for(
-    long_table: StageChain, monkeypatch: pytest.MonkeyPatch
+    within: Callable[[TorchCompute], AheadCompute],
+    long_table: StageChain,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Chunks, tokens alone, over rejected drafts, beside another sequence; in joined stages too."""
+    """Chunks, tokens alone, over rejected drafts, beside another sequence."""
     reads = Reads(monkeypatch)
-    stage = TorchCompute(long_table.stages[0], None, WireDType.FLOAT32)
-    compute = JoinedCompute([stage], WireDType.FLOAT32)
+    compute = within(TorchCompute(long_table.stages[0], None, WireDType.FLOAT32))
+    assert isinstance(compute, AheadCompute)
     assert compute.reads_ahead
 
     def rows(slot: int, begin: int, end: int, n_drafts: int = 0) -> Rows:
@@ -289,14 +300,14 @@ def test_rows_in_fp8_with_a_scale_each_are_refused(folder: Path, tmp_path: Path)
         load(coded)
 
 
-def node(name: str) -> NodeInfo:
+def node(name: str, memory_bytes: int = 1 << 30) -> NodeInfo:
     return NodeInfo(
         node=f"id-{name}",
         name=name,
         address=f"{name}:1",
         version="0",
         device="cpu",
-        memory_bytes=1 << 30,
+        memory_bytes=memory_bytes,
         memory_free_bytes=1 << 30,
         cores=2,
         threads=1,

@@ -14,14 +14,28 @@ from support.models.checkpoints import make_decoder
 from support.models.family_cases import CASES
 from support.models.gguf_files import write_gguf
 from support.rings.stage_chain import CPU, Rows, StageChain, probed, random_prompt
+from support.rings.stage_forms import form_of
 from test_file_table import in_fp8
+from test_file_table import node as make_node
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.replica import Replica, range_tensors, stored_layers, table_tensors
 from shardnet.checkpoint.tensors.stored_tensor import StoredRow
+from shardnet.cluster.planning.model_shape import model_shape
+from shardnet.cluster.planning.placing import make_plan
+from shardnet.cluster.planning.plan import Plan
+from shardnet.cluster.sharing.replica_sources import ReplicaSource
 from shardnet.cluster.store.local_models import OpenModel
+from shardnet.errors import CapacityError, PlanError
+from shardnet.model.mixers.short_conv import NgramHashes
+from shardnet.runtime.loading.loaded_stage import LoadedStage
+from shardnet.runtime.loading.loading import load as load_order
+from shardnet.runtime.loading.model_facts import identify
+from shardnet.runtime.stage.stage_order import StageOrder
+from shardnet.stage.estimate.memory_estimate import KEPT_ROWS_BYTES
 from shardnet.stage.file_table import RowCache
-from shardnet.types import PREFILL_CHUNK_ROWS, DType, LayerRange
+from shardnet.types import PREFILL_CHUNK_ROWS, DType, LayerRange, NodeId
+from shardnet.wire.messages.plans import ModelChoice
 
 LAYERS = LayerRange(0, 4)
 SIZES = {"ple_layer_ids": [2, 3], "ngram_vocab_size_base": 3000}
@@ -112,11 +126,73 @@ def test_bits_are_those_of_files_here_and_a_step_asks_once_for_all_tables(
     assert elsewhere.asked == [], "all of it is kept"
 
 
+@pytest.mark.parametrize("n_sequences", [1, 2])
+def test_tokens_of_a_step_are_hashed_once_for_each_table(
+    elsewhere: Elsewhere, n_sequences: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[int] = []
+    hashes = NgramHashes.__call__
+
+    def counted(own: NgramHashes, ids: torch.Tensor) -> torch.Tensor:
+        hashed.append(len(ids))
+        return hashes(own, ids)
+
+    monkeypatch.setattr(NgramHashes, "__call__", counted)
+    slots = range(n_sequences)
+    for position in range(3):
+        steps = [Rows(slot=slot, position=position, ids=[5 + slot], n_sampled=1) for slot in slots]
+        assert torch.equal(*(chain.step(*steps) for chain in (elsewhere.chain, elsewhere.whole)))
+        assert len(hashed) == 2 * n_sequences * len(elsewhere.tables)
+        hashed.clear()
+
+
 def test_no_more_is_kept_than_there_is_room_for(elsewhere: Elsewhere) -> None:
     elsewhere.cache.most_bytes = 5000
     elsewhere.steps_give_the_same(len(PROMPT) + 2)
     assert 0 < elsewhere.cache._kept_bytes <= 5000
     assert len(elsewhere.cache._kept) * 256 < 5000
+
+
+def test_memory_of_rows_is_planned_and_left_by_what_is_loaded(elsewhere: Elsewhere) -> None:
+    facts = identify(elsewhere.folder)
+    shape = model_shape(facts.config, DType.FLOAT32, 256)
+    needed, choice = (
+        shape.memory_bytes(LAYERS),
+        ModelChoice(model="m", dtype="float32", context=256),
+    )
+
+    def planned(memory_bytes: int, room_bytes: int) -> Plan:
+        node = make_node("bert", memory_bytes)
+        bert = ReplicaSource(
+            node=NodeId(node.node),
+            name="bert",
+            address=node.address,
+            model_id=facts.model_id,
+            is_complete=False,
+            but_tables=(LAYERS,),
+            room_bytes=room_bytes,
+        )
+        return make_plan(choice, facts, [node], holdings={bert.node: bert})
+
+    def loaded(folder: Path, memory_bytes: int) -> LoadedStage:
+        order = StageOrder(
+            form=form_of(folder, context=256), folder=folder, layers=LAYERS, is_tail=True
+        )
+        return load_order(order, memory_bytes, lambda *_: None)
+
+    alone, asking = planned(needed, 1 << 40), planned(needed + KEPT_ROWS_BYTES, 0)
+    [[own], [other]] = alone.placement.stages, asking.placement.stages
+    assert (own.asks_rows, other.asks_rows) == (False, True)
+    assert other.working_bytes == own.working_bytes + KEPT_ROWS_BYTES
+    assert asking.kept == alone.kept is not None
+    with pytest.raises(PlanError):
+        planned(needed + KEPT_ROWS_BYTES - 1, 0)
+    whole = loaded(elsewhere.source.checkpoint.path, needed)
+    part = loaded(elsewhere.folder, needed + KEPT_ROWS_BYTES)
+    assert part.room_blocks == whole.room_blocks < 100
+    assert part.weight_bytes_by_place[0] == whole.weight_bytes_by_place[0] + KEPT_ROWS_BYTES
+    with pytest.raises(CapacityError):
+        loaded(elsewhere.folder, needed)
 
 
 def test_a_prompt_that_was_read_ahead_waits_for_nobody(elsewhere: Elsewhere) -> None:

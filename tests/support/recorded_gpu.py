@@ -181,7 +181,7 @@ class HollowWeights:
 
     def stored_table(self, *names: str, rows_of: RowsOf) -> StoredTable:
         """See WeightSource."""
-        return SomeRows(self.table(names[0]))
+        return SomeRows(self.table(names[0]), rows_of)
 
     def matrix(self, name: str, *, rows: Axis | None = None) -> Tensor:
         """See WeightSource."""

@@ -52,11 +52,11 @@ def machines(tmp_path: Path) -> Iterator[list[Machine]]:
         yield made
 
 
-def table_bytes(model: Path) -> tuple[int, int]:
-    """The bytes of the tables of OWN, and of its other tensors."""
+def table_bytes(model: Path, layers: LayerRange = OWN) -> tuple[int, int]:
+    """The bytes of the tables of layers, and of their other tensors."""
     checkpoint = Checkpoint.open(model)
-    tables = sum(table.size_bytes for table in table_tensors(checkpoint, OWN).values())
-    whole = sum(checkpoint.stored[name].size_bytes for name in range_tensors(checkpoint, OWN))
+    tables = sum(table.size_bytes for table in table_tensors(checkpoint, layers).values())
+    whole = sum(checkpoint.stored[name].size_bytes for name in range_tensors(checkpoint, layers))
     return tables, whole - tables
 
 
@@ -97,6 +97,27 @@ def test_rows_of_another_node_give_the_same_bits_and_the_plan_says_whose_they_ar
     held = Checkpoint.open(replica.parent)
     assert {*held.missing(range_tensors(held, OWN))} == table_tensors(held, OWN).keys()
     assert others < MOST_BYTES < tables
+
+
+def test_a_node_that_shares_a_stage_asks_the_other_one(
+    machines: list[Machine], model: Path
+) -> None:
+    _, others = table_bytes(model, LayerRange(0, 4))
+    anna = start(machines[0], "anna", model=model)
+    bert = start(machines[1], "bert", "--peer", anna.address, *LIMITED)
+    meet(anna, bert)
+    prompt = random_prompt(300, 90, seed=6)
+    alone = machines[0].call(*ask(prompt, anna, layers="0-4")).json
+    both = ("--nodes-per-stage", "2")
+    for nodes in ((anna, bert), (bert, anna)):
+        ring = ("--nodes", ",".join(node.address for node in nodes), *both)
+        [stage] = machines[0].call("plan", "--json", *ring, "--model", MODEL).json["stages"]
+        assert (stage["rows_from"], stage["fetch_from"]) == (["anna"], ["anna"])
+        assert stage["fetch_bytes"] == others
+    together = machines[0].call(*ask(prompt, bert, anna, layers="0-4"), *both).json
+    assert together["token_ids"] == alone["token_ids"]
+    assert together["logprobs"] == alone["logprobs"]
+    assert "their rows are asked for at other nodes" in bert.log
 
 
 def test_a_ring_that_loses_the_only_node_with_its_tables_says_so_and_is_planned_anew(

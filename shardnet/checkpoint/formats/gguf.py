@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,11 +15,12 @@ from shardnet.checkpoint.formats.gguf_header import (
     GgufHeader,
     GgufTensor,
     MetadataValue,
+    ahead_name,
     gguf_files,
     read_gguf_header,
 )
 from shardnet.checkpoint.formats.gguf_ollama import language_of
-from shardnet.checkpoint.formats.gguf_parameters import arrange
+from shardnet.checkpoint.formats.gguf_parameters import BLOCK, arrange
 from shardnet.checkpoint.formats.gguf_types import PACKED, PLAIN, form_name, packed_bytes, type_name
 from shardnet.checkpoint.tensors.checkpoint_files import open_file
 from shardnet.checkpoint.tensors.manifest import Contents
@@ -31,7 +33,7 @@ from shardnet.checkpoint.tensors.stored_tensor import (
     end_of,
     hash_ranges,
 )
-from shardnet.errors import UnsupportedModelError, shown
+from shardnet.errors import CheckpointError, UnsupportedModelError, shown
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import FACTOR_TENSORS, Factors, GgufFields
 from shardnet.model.families.encoders import GGUF_TYPES, writes_nothing
@@ -43,6 +45,7 @@ ANSWERS_HEAD: Final = "cls.output.weight"
 """Those rows [2, E], which may be all that there is of a head: of one that is the embedding too."""
 ONLY_ANSWERS: Final = f"an LM head of {' and '.join(ANSWERS)} alone ({ANSWERS_HEAD})"
 """What is noted of a file without another head: a ring would write text by a head of its own."""
+_ARCHITECTURE: Final = "general.architecture"
 _FIRST_MXFP4: Final = 4
 """The type of MXFP4 by Ollama's first converter of gpt-oss, which no other file has."""
 _NUMBERS: Final = ".ffn_gate_tid2eid.weight"
@@ -184,8 +187,7 @@ def open_gguf(path: Path) -> Contents:
         unknown=unknown,
     )
     arch = str(metadata["general.architecture"])
-    n_blocks = metadata.get(f"{arch}.block_count")
-    assert isinstance(n_blocks, int), "the family has read it"
+    n_blocks = max(_number(header, f"{arch}.block_count") for header in headers)
     if f"{arch}.classifier.output_labels" in metadata:
         answers_head = stored.pop(ANSWERS_HEAD, None)  # runtime/encoding/decoder.py reads it
         if answers_head is not None and "output.weight" not in stored:
@@ -208,9 +210,45 @@ def read_gguf_files(paths: Sequence[Path]) -> tuple[list[GgufHeader], dict[str, 
     files: dict[str, TensorFile] = {}
     totals = FileTotals(paths[0])
     for part in paths:
-        headers.append(language_of(read_gguf_header(part), str(part)))
+        header = language_of(read_gguf_header(part), str(part))
+        if headers and part.name == ahead_name(paths[0].name):
+            header = _layers_ahead(headers[0], header, part)
+        headers.append(header)
         files[part.name] = totals.add(read_tensor_file(part, headers[-1]))
     return headers, files
+
+
+def _layers_ahead(model: GgufHeader, own: GgufHeader, path: Path) -> GgufHeader:
+    """Take of a file beside a model's the layers that predict further tokens, and nothing else.
+
+    Raises CheckpointError for that of another model: one number or word of its sizes differs.
+    """
+    arch = f"{model.metadata.get(_ARCHITECTURE)}."
+    blocks, ahead = f"{arch}block_count", f"{arch}nextn_predict_layers"
+
+    def told(header: GgufHeader) -> dict[str, MetadataValue]:
+        said = {key: one for key, one in header.metadata.items() if not isinstance(one, list)}
+        said[blocks] = _number(header, blocks) - _number(header, ahead)
+        return {key: said[key] for key in said if key.startswith((_ARCHITECTURE, arch))}
+
+    of_model = told(model) | {ahead: _number(own, ahead)}
+    for key, value in told(own).items():
+        if of_model.get(key, value) != value:
+            raise CheckpointError(
+                f"{path}: {key} is {shown(value)}, and {shown(of_model[key])} in the model beside "
+                "it: these layers were made for another model",
+                remedy="remove or rename it, or fetch the one of this very model",
+            )
+    behind = _number(model, blocks)
+    found = ((tensor, BLOCK.match(tensor.name)) for tensor in own.tensors)
+    return replace(
+        own, tensors=tuple(tensor for tensor, at in found if at and int(at[1]) >= behind)
+    )
+
+
+def _number(header: GgufHeader, key: str) -> int:
+    value = header.metadata.get(key)
+    return value if isinstance(value, int) else 0
 
 
 def read_tensor_file(path: Path, header: GgufHeader) -> TensorFile:

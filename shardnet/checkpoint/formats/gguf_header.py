@@ -59,7 +59,7 @@ _SCALARS: Final = {
 }
 _STRING, _ARRAY = 8, 9
 _MAGIC: Final = b"GGUF"
-_BESIDE_MODELS = re.compile(r"(?i)((.*[-._])?mmproj([-._].*)?|imatrix.*|.*imatrix)\.gguf")
+_BESIDE_MODELS = re.compile(r"(?i)((.*[-._])?mmproj([-._].*)?|imatrix.*|.*imatrix|mtp-.*)\.gguf")
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -91,7 +91,8 @@ def gguf_files(path: Path) -> list[Path]:
     """List the files of the GGUF checkpoint at `path`, in order; none if it is not a GGUF.
 
     `path` is a file (see `is_gguf`), any part of one (`-00001-of-0000N`), or a folder with exactly
-    one model, beside which a projector of images may stand. The first file has the metadata.
+    one model, beside which a projector of images may stand. The first file has the metadata. A file
+    with layers that predict further tokens comes last, if one is beside it (`ahead_name`).
 
     Raises CheckpointError if a part is missing or the folder has several GGUFs.
     """
@@ -140,7 +141,7 @@ def _target(path: Path) -> Path:
 
 
 def is_model_name(name: str) -> bool:
-    """Whether a GGUF called `name` is a model, not a projector of images or statistics for one."""
+    """Whether a GGUF called `name` is a model, not what is beside one: a projector, statistics."""
     return _BESIDE_MODELS.fullmatch(name) is None
 
 
@@ -156,7 +157,8 @@ def _parts(path: Path) -> list[Path]:
             raise CheckpointError(
                 f"{part}: this part is missing", remedy=f"fetch all {len(parts)} parts"
             )
-    return parts
+    ahead = path.with_name(ahead_name(path.name))
+    return [*parts, ahead] if has_file(ahead) else parts
 
 
 def part_names(name: str) -> list[str]:
@@ -165,6 +167,12 @@ def part_names(name: str) -> list[str]:
     if match is None or not 1 <= int(match[3]) <= MAX_FILES:
         return [name]
     return [f"{match[1]}-{n:05}-of-{match[3]}.gguf" for n in range(1, int(match[3]) + 1)]
+
+
+def ahead_name(name: str) -> str:
+    """Return what llama.cpp calls a file with layers that predict further tokens for `name`."""
+    match = _SHARD.fullmatch(name)
+    return f"mtp-{match[1]}.gguf" if match else f"mtp-{name}"
 
 
 def first_part_name(name: str) -> str:

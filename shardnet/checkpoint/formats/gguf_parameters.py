@@ -47,7 +47,7 @@ _JOINS = ("e_proj", "h_proj")
 """Whose columns follow each other in eh_proj, where that is one for all streams."""
 _LOOKED_UP = "per_layer_token_embd"
 """The one table of which rows are looked up."""
-_BLOCK = re.compile(r"blk\.(\d+)\.")
+BLOCK = re.compile(r"blk\.(\d+)\.")
 _NORM = re.compile(r"norm(_(key|query|conv))?\.weight$")
 
 
@@ -115,7 +115,7 @@ def arrange(
 
 def _is_ahead(name: str, n_layers: int, n_blocks: int) -> bool:
     """Whether a tensor is of a layer that predicts tokens further ahead: behind the `n_layers`."""
-    block = _BLOCK.match(name)
+    block = BLOCK.match(name)
     return block is not None and n_layers <= int(block[1]) < n_blocks
 
 

@@ -221,18 +221,20 @@ def _hop_s(
 def _stage_plan(shape: ModelShape, stage: PlacedStage, hop_s: float | None) -> StagePlan:
     layers, held = stage.layers, stage.candidate.held(shape).shape
     weight_bytes, kv_bytes = held.weight_bytes(layers, stage.n_streamed), held.kv_bytes(layers)
+    used_bytes = held.memory_bytes(layers, stage.n_streamed) + stage.candidate.rows_bytes
     return StagePlan(
         node=stage.candidate.node,
         layers=layers,
         weight_bytes=weight_bytes,
         kv_bytes=kv_bytes,
-        working_bytes=held.memory_bytes(layers, stage.n_streamed) - weight_bytes - kv_bytes,
+        working_bytes=used_bytes - weight_bytes - kv_bytes,
         compute_s=stage.compute_s,
         hop_s=hop_s,
         n_streamed=stage.n_streamed,
         fetch_bytes=stage.candidate.fetch_bytes(layers),
         fetch_s=stage.candidate.fetch_s(layers),
         asks_rows=stage.candidate.elsewhere_bytes(layers) > 0,
+        rows_bytes=stage.candidate.rows_bytes,
         shards=stage.candidate.shards,
         shares=stage.candidate.shares,
     )

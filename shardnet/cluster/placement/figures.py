@@ -430,12 +430,13 @@ class CandidateNode:
     `speed` is None where nothing was measured, and so is the speed of the disk with the checkpoint.
     `lacking` are the stored bytes of each layer that it would have to fetch, () for none, and
     `fetch_bytes_per_s` how fast they would come, None where that was not measured. Where more than
-    `room_bytes` lack, other nodes give rows of tables, `table_bytes` of each layer. `shape` are the
-    model's sizes on this node where it holds the model in another form than most, as in float32
-    where it has no instructions for the ring's dtype. A stage of it spans the nodes `shards` too,
+    `room_bytes` lack, other nodes give rows of tables, `table_bytes` of each layer; of a node that
+    may come to that `rows_bytes` more are for these rows. `shape` are the model's sizes on this
+    node where it holds the model in another form than most, as in float32 where it has no
+    instructions for the ring's dtype. A stage of it spans the nodes `shards` too,
     each with its part by `shares`, () for equal ones: the figures are those of all of them
-    together. Where it has several `devices`, the figures are those that placement/devices.py makes
-    of them.
+    together, but what lacks is said by these `members`. Where it has several `devices`, the figures
+    are those that placement/devices.py makes of them.
     """
 
     node: NodeId
@@ -447,9 +448,11 @@ class CandidateNode:
     fetch_bytes_per_s: float | None = None
     table_bytes: tuple[int, ...] = ()
     room_bytes: int | None = None
+    rows_bytes: int = 0
     shape: ModelShape | None = None
     shards: tuple[NodeId, ...] = ()
     shares: tuple[int, ...] = ()
+    members: tuple[CandidateNode, ...] = ()
     devices: NodeDevices | None = None
 
     def held(self, shape: ModelShape) -> HeldModel:
@@ -457,11 +460,15 @@ class CandidateNode:
         return HeldModel(shape=self.shape or shape, memory_bytes=self.memory_bytes)
 
     def fetch_bytes(self, layers: LayerRange) -> int:
-        """Bytes to fetch before these layers can be loaded here."""
+        """Bytes to fetch before these layers can be loaded here; of several nodes the most."""
+        if self.members:
+            return max(one.fetch_bytes(layers) for one in self.members)
         return sum(self.lacking[layers.start : layers.end]) - self.elsewhere_bytes(layers)
 
     def elsewhere_bytes(self, layers: LayerRange) -> int:
         """Bytes of these layers' tables that stay at other nodes, where its disk lacks room."""
+        if self.members:
+            return max(one.elsewhere_bytes(layers) for one in self.members)
         own = self.lacking[layers.start : layers.end]
         if self.room_bytes is None or sum(own) <= self.room_bytes:
             return 0
@@ -470,6 +477,8 @@ class CandidateNode:
 
     def fetch_s(self, layers: LayerRange) -> float | None:
         """Seconds of that, None where the way to a node that has them was not measured."""
+        if self.members:
+            return max(self.members, key=lambda one: one.fetch_bytes(layers)).fetch_s(layers)
         if not (n_bytes := self.fetch_bytes(layers)):
             return 0.0
         return n_bytes / self.fetch_bytes_per_s if self.fetch_bytes_per_s else None
@@ -498,7 +507,7 @@ class StagePlan:
     stage, from the tail to the head; None if not measured, `hop_s` also in a ring of one.
     `working_bytes` it needs while it computes. `n_streamed` of its layers are streamed from disk.
     `fetch_bytes` are fetched from other nodes first, in about `fetch_s`; with `asks_rows` its
-    tables stay there. The stage spans the nodes
+    tables stay there, and `rows_bytes` are a part of what it needs. The stage spans the nodes
     `shards` too, of which each has its part of the bytes by `shares`, its own first, () for equal
     ones. Where the node has several devices, `parts` say which has what, `parts_why` for what
     reason.
@@ -515,6 +524,7 @@ class StagePlan:
     fetch_bytes: int = 0
     fetch_s: float | None = None
     asks_rows: bool = False
+    rows_bytes: int = 0
     shards: tuple[NodeId, ...] = ()
     shares: tuple[int, ...] = ()
     parts: tuple[PartPlan, ...] = ()

@@ -94,6 +94,8 @@ def spanning(
         shape=joined.shape,
         speed=_speed(shape, gathers, nodes, weights, link) if has_speed else None,
         lacking=max((node.lacking for node in nodes), key=sum),
+        rows_bytes=max(node.rows_bytes for node in nodes),
+        members=tuple(nodes),
         shards=tuple(node.node for node in nodes[1:]),
         shares=weights if len(set(weights)) > 1 else (),
     )

@@ -29,9 +29,9 @@ from shardnet.errors import UsageError
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.runtime.loading.loading import cut_of
 from shardnet.runtime.loading.model_facts import ModelFacts
-from shardnet.stage.estimate.memory_estimate import graph_bytes
+from shardnet.stage.estimate.memory_estimate import KEPT_ROWS_BYTES, graph_bytes
 from shardnet.stage.estimate.stored_dtype import is_streamable
-from shardnet.types import Arith, DType, NodeId, WireDType
+from shardnet.types import Arith, DType, LayerRange, NodeId, WireDType
 from shardnet.wire.messages.measurements import DeviceMeasured, NodeMeasured
 from shardnet.wire.messages.membership import NodeInfo
 
@@ -193,12 +193,24 @@ def candidates_of(
     forms: Mapping[NodeId, NodeForm],
     arith: Arith = Arith.FAST,
     objective: Objective = Objective.LATENCY,
+    holdings: Holdings = NO_HOLDINGS,
 ) -> list[CandidateNode]:
-    """Describe the nodes to the planner. A GPU keeps memory for CUDA graphs."""
+    """Describe the nodes to the planner, and what of the model those lack that have `holdings`.
+
+    A GPU keeps memory for CUDA graphs, others for rows of tables if their disk has no room for all
+    that they lack.
+    """
     graphs_bytes = graph_bytes(facts.config, dtype)
+    plain = [_fetching(node, facts, holdings, measured.links) for node in nodes]
+    whole = LayerRange(0, facts.config.n_layers)
+    asking = {one.node for one in plain if one.elsewhere_bytes(whole)}
+
+    def beside_bytes(node: NodeInfo) -> tuple[int, int]:
+        is_gpu = node.device.startswith("cuda")
+        return graphs_bytes * is_gpu, KEPT_ROWS_BYTES * (node.node in asking and not is_gpu)
 
     def held(node: NodeInfo) -> HeldModel:
-        memory_bytes = max(0, node.memory_bytes - graphs_bytes * node.device.startswith("cuda"))
+        memory_bytes = max(0, node.memory_bytes - sum(beside_bytes(node)))
         form = forms[NodeId(node.node)]
         if node.dtypes != by_node[node.node].dtypes:  # a device that is not the node's first
             form = form_on(facts, node, dtype, arith)
@@ -206,12 +218,12 @@ def candidates_of(
 
     by_node = {node.node: node for node in nodes}
     found = []
-    for node in nodes:
+    for node, one in zip(nodes, plain, strict=True):
         devices = node_devices(node, facts.config, measured, held)
-        one = CandidateNode(
-            node=NodeId(node.node),
-            name=node.name,
+        one = replace(
+            one,
             memory_bytes=held(node).memory_bytes,
+            rows_bytes=beside_bytes(node)[1],
             speed=measured.speeds.get(NodeId(node.node)),
             disk_bytes_per_s=disks.get(node.node),
             shape=shapes.of(forms[NodeId(node.node)]),
@@ -223,10 +235,11 @@ def candidates_of(
     return found
 
 
-def fetching(
-    candidate: CandidateNode, facts: ModelFacts, holdings: Holdings, links: Links
-) -> CandidateNode:
-    """Add what a node lacks of the model, and the best measured rate from a node that has it."""
+def _fetching(info: NodeInfo, facts: ModelFacts, holdings: Holdings, links: Links) -> CandidateNode:
+    """Say what a node lacks of the model, and the best measured rate from a node that has it."""
+    candidate = CandidateNode(
+        node=NodeId(info.node), name=info.name, memory_bytes=info.memory_bytes
+    )
     own = holdings.get(candidate.node)
     layers = facts.layers
     sizes = layers.size_bytes, layers.looked_up

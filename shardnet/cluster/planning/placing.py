@@ -35,7 +35,6 @@ from shardnet.cluster.planning.candidates import (
     Holdings,
     Shapes,
     candidates_of,
-    fetching,
     forms_of,
     holders_of,
     tensor_parallel_of,
@@ -191,10 +190,9 @@ class _Inputs:
         }
         self.shape = shapes.of(self.forms[NodeId(nodes[0].node)])
         of_nodes = self.disks, shapes, self.forms, self.arith, self.objective
-        found = candidates_of(facts, dtype, nodes, measured, *of_nodes)
-        self.candidates: Sequence[CandidateNode] = [
-            fetching(one, facts, holdings, measured.links) for one in found
-        ]
+        self.candidates: Sequence[CandidateNode] = candidates_of(
+            facts, dtype, nodes, measured, *of_nodes, holdings
+        )
 
     @property
     def layers(self) -> list[LayerRange] | None:

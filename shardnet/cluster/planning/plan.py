@@ -13,7 +13,13 @@ from msgspec import structs
 
 from shardnet.cluster.measuring.measurement import NOTHING_MEASURED, WRONG_BY, Measured, StageRun
 from shardnet.cluster.peers.sleepers import words
-from shardnet.cluster.placement.figures import Exclusion, Objective, PartPlan, Placement
+from shardnet.cluster.placement.figures import (
+    Exclusion,
+    Objective,
+    PartPlan,
+    Placement,
+    StagePlan,
+)
 from shardnet.cluster.placement.standbys import Standby, choose_standbys, without_stage
 from shardnet.cluster.placement.words import LISTED
 from shardnet.cluster.planning.ring_dtypes import NodeForm, exactness, unused_links, wire_name
@@ -298,9 +304,10 @@ class Plan:
             and (_differ(took_s, told_s, WRONG_BY) or (rank == 0 and step_s is not None))
         ]
 
-    def _sources(self, node: NodeId) -> list[str]:
-        """Name the nodes that `node` may fetch from, at most LISTED."""
-        return [self.left_out_names[other] for other in self.holders if other != node][:LISTED]
+    def _sources(self, stage: StagePlan) -> list[str]:
+        """Name the nodes that those of a stage may fetch from, at most LISTED."""
+        holders = [other for other in self.holders if stage.shards or other != stage.node]
+        return [self.left_out_names[other] for other in holders][:LISTED]
 
     def reply(self, request: int, wire: plans.NarrowWire | None = None) -> plans.PlanReply:
         """Make the message for a client. `wire` says what a narrower wire saves and costs."""
@@ -383,7 +390,7 @@ class Plan:
                 streamed_layers=stage.n_streamed,
                 fetch_bytes=stage.fetch_bytes,
                 fetch_s=stage.fetch_s,
-                fetch_from=self._sources(stage.node) if stage.fetch_bytes else [],
+                fetch_from=self._sources(stage) if stage.fetch_bytes else [],
                 dtype=form.dtype.value,
                 weight_dtype=form.linear.value,
                 wire_dtype=self.wires[rank].value if rank < len(self.wires) else "",
@@ -393,7 +400,7 @@ class Plan:
                 parts=[_part(part) for part in stage.parts],
                 parts_why=explanation(stage.parts_why),
                 looked_up_bytes=sum(looked_up[stage.layers.start : stage.layers.end]),
-                rows_from=self._sources(stage.node) if stage.asks_rows else [],
+                rows_from=self._sources(stage) if stage.asks_rows else [],
                 working_bytes=stage.working_bytes,
             )
             for rank, (node, stage, form) in enumerate(

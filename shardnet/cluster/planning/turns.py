@@ -254,7 +254,9 @@ def with_conversations(plan: Plan) -> Plan:
         stages=[
             StageThere(
                 plan=stage,
-                memory_bytes=node.memory_bytes - (rank == 0) * facts.tower_bytes.get(plan.dtype, 0),
+                memory_bytes=node.memory_bytes
+                - stage.rows_bytes
+                - (rank == 0) * facts.tower_bytes.get(plan.dtype, 0),
                 form=plan.weight_form(form),
                 wire=wire,
                 device="cuda" if node.device.startswith("cuda") else "cpu",

@@ -18,6 +18,9 @@ from shardnet.model.kernels.panels import Panels, look_up
 from shardnet.model.layers.norms import BareNorm, Norm
 from shardnet.model.shards.cut import Axis
 
+Text = tuple[Tensor, int]
+"""Token ids, of which so many stand before those of a step."""
+
 
 class RowsOf(Protocol):
     """Says which rows token ids need."""
@@ -39,10 +42,10 @@ class Table(Protocol):
 class StoredTable(Table, Protocol):
     """A table whose rows stay where they are stored."""
 
-    def bring(self, texts: Sequence[tuple[Tensor, int]]) -> None:
-        """Have what a step needs come at once for all tables of a stage, if it has to come far.
+    def bring(self, texts: Sequence[Text]) -> list[Tensor]:
+        """Return the rows that texts of a step need, as `rows_of` says.
 
-        `texts` are its token ids with some before them, and how many these are.
+        Those of all tables of a stage come at once, if they have to come far.
         """
 
 

@@ -253,8 +253,8 @@ class NgramSublayer:
         texts = [
             torch.cat((self._ids(before), ids[span.start : span.end])) for span, before in spans
         ]
-        own.table.bring([(text, own.hashes.config.longest - 1) for text in texts])
-        rows = torch.cat([own.hashes(text) for text in texts])
+        n_before = own.hashes.config.longest - 1
+        rows = torch.cat(own.table.bring([(text, n_before) for text in texts]))
         hidden, kept = own.add(hidden, rows, spans)
         new = torch.cat((kept, to_digits(step.token_ids + 1, kept)), 1)
         given = [torch.cat((before, new[span.start : span.end])) for span, before in spans]

@@ -116,12 +116,15 @@ class LoadedStage:
 
     @property
     def weight_bytes_by_place(self) -> Counter[int]:
-        """The bytes of its weights on each device of the node, by the device's place."""
+        """The bytes of its weights, and of rows that other nodes give, on each device of the node,
+        by the device's place.
+        """
         n_bytes: Counter[int] = Counter()
         for part in self.parts or (self,):
             places = [device.place for device in part.order.devices]
             for place in places:
                 n_bytes[place] += part.weight_bytes // len(places)
+            n_bytes[places[0]] += max((table.kept_bytes for table in part.tables), default=0)
         return n_bytes
 
     def with_layer(self, layer: int) -> LoadedStage | None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from shardnet.checkpoint.adapters.layer_files import with_adapters
 from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.checkpoint.replica import table_tensors
 from shardnet.errors import CapacityError, UsageError
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.registry import family_of
@@ -27,6 +28,7 @@ from shardnet.runtime.loading.model_facts import Stamp, check_model_id, stamp, t
 from shardnet.runtime.stage.compute import ComputePlugin, PluggedStage, StageJob
 from shardnet.runtime.stage.stage_order import StageOrder
 from shardnet.stage.estimate.memory_estimate import (
+    KEPT_ROWS_BYTES,
     WeightForm,
     activation_peak_bytes,
     attention_weights,
@@ -311,7 +313,9 @@ def _load_model(
     adapters = [LoadedAdapter.read(each.adapter_id, each.files) for each in order.adapters]
     config, device = with_adapters(checkpoint.config, adapters), torch.device(order.device.torch)
     choice = choose_kernels(checkpoint, form, order.arith, device)
-    tower_bytes = tower.weight_bytes(choice.dtype) if tower is not None else 0
+    beside_bytes = tower.weight_bytes(choice.dtype) if tower is not None else 0
+    if device.type != "cuda" and checkpoint.missing(table_tensors(checkpoint, order.layers)):
+        beside_bytes += KEPT_ROWS_BYTES
     n_here, n_shards = len(order.shards) or 1, len(order.shards) or order.n_nodes
     room = kv_room(
         config,
@@ -319,7 +323,7 @@ def _load_model(
         weight_form(checkpoint, choice),
         form.context,
         # each shard has room for what is whole in all of them
-        (job.memory_bytes - tower_bytes) // n_here,
+        (job.memory_bytes - beside_bytes) // n_here,
         choice.kv_form,
         order.n_streamed,
         device=device.type,

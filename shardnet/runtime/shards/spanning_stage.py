@@ -20,7 +20,7 @@ from shardnet.model.kernels.codec import pack_rows, to_bytes, unpack_rows, wire_
 from shardnet.model.shards.cut import shares
 from shardnet.model.shards.group import GatherStruct, PythonGather
 from shardnet.model.vision.picture import PictureEncoder
-from shardnet.runtime.stage.compute import Activations, Samples, StageCompute
+from shardnet.runtime.stage.compute import Activations, AheadCompute, Samples, StageCompute
 from shardnet.runtime.stage.picture_store import PictureStore
 from shardnet.slot_operations import SlotOperation
 from shardnet.types import MicroBatch, StepId, WireDType
@@ -294,6 +294,16 @@ class SpanningCompute:
     def used_blocks(self) -> int:
         """KV blocks that slots hold now; see StageCompute."""
         return self._own.used_blocks
+
+    @property
+    def reads_ahead(self) -> bool:
+        """See AheadCompute."""
+        return isinstance(self._own, AheadCompute) and self._own.reads_ahead
+
+    def read_ahead(self, batch: MicroBatch) -> None:
+        """See AheadCompute: each shard reads its own files."""
+        assert isinstance(self._own, AheadCompute)
+        self._own.read_ahead(batch)
 
     def use_wire(self, sent: WireDType, received: WireDType) -> None:
         """See StageCompute."""

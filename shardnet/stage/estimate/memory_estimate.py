@@ -36,6 +36,8 @@ from shardnet.types import (
 
 N_BUFFERS = 2
 """Streamed layers in memory: one computes, the next is read."""
+KEPT_ROWS_BYTES = 128 << 20
+"""Memory of a stage for rows of tables that other nodes have sent."""
 
 _CHOSEN_ROWS = 16
 """Rows whose chosen positions are copied together: CHOSEN_ROWS of csrc/sublayers.h."""

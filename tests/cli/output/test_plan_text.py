@@ -312,7 +312,8 @@ def test_what_is_looked_up_on_disk_is_told_beside_what_is_in_memory() -> None:
     assert [stage["looked_up_bytes"] for stage in plan_json(plan)["stages"]] == [5 * 2**30, 0]
     there = msgspec.structs.replace(first, rows_from=["bert", "cleo"])
     plan = msgspec.structs.replace(PLAN, stages=[there, PLAN.stages[1]])
-    assert "looks up 5120.0 MiB of tables at bert or cleo, " in plan_text(plan).splitlines()[2]
+    what = "looks up 5120.0 MiB of tables at bert or cleo, 128 MiB for rows of these, compute"
+    assert what in plan_text(plan).splitlines()[2]
     assert [stage["rows_from"] for stage in plan_json(plan)["stages"]] == [["bert", "cleo"], []]
 
 

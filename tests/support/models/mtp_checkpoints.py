@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from support.models.checkpoints import make_decoder, make_tokenizer
-from support.models.gguf_files import converted, write_gguf
+from support.models.gguf_files import converted, gguf_metadata, write_gguf
 from support.oracles.oracle import first_of_equal, reference_logits
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
@@ -157,9 +157,10 @@ def random_own(width: int, seed: int, centre: float) -> dict[str, Tensor]:
     return made | {"eh_proj": 0.15 * torch.randn(width, 2 * width, generator=generator)}
 
 
-def write_mtp_gguf(folder: Path, path: Path) -> Path:
+def write_mtp_gguf(folder: Path, path: Path, *, is_apart: bool = False) -> Path:
     """Write what `make_mtp` has written as llama.cpp's converters do, as the GGUF `path`.
 
+    The last layer may stand apart, in a file beside it that has embedding and LM head too.
     What joins the embedding and each stream is one linear; in DeepSeek-V4's files it is two.
     """
     own = {name: rows.numpy() for name, rows in load_file(folder / "whole/own.safetensors").items()}
@@ -177,7 +178,17 @@ def write_mtp_gguf(folder: Path, path: Path) -> Path:
     if family in _ONE_STREAM:
         stored = converted(folder / "whole")
         extra |= {name: None for name in stored if name.startswith(f"{block}.hc_")}
-    raw = {"block_count": N_LAYERS + 1, "nextn_predict_layers": 1}
+    raw: dict[str, Any] = {"block_count": N_LAYERS + 1, "nextn_predict_layers": 1}
+    if is_apart:
+        stored = converted(folder / "whole")
+        of_model = {name: None for name in stored if not name.startswith(block)}
+        shared = ("token_embd.", "output")
+        extra = {n: None for n in of_model if not n.startswith(shared)} | extra
+        write_gguf(folder / "whole", path.with_name(f"mtp-{path.name}"), extra=extra, **raw)
+        lists = {k: v for k, v in gguf_metadata(config).items() if isinstance(v, list)}
+        raw = {k.replace(".", "__"): v[:-1] for k, v in lists.items() if len(v) > N_LAYERS}
+        raw["block_count"] = N_LAYERS
+        extra = dict.fromkeys(stored.keys() - of_model)
     return write_gguf(folder / "whole", path, extra=extra, **raw)
 
 
