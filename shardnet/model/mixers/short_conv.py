@@ -245,7 +245,7 @@ class NgramSublayer:
     attention: Sublayer
 
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
-        """Run rows [T, N x E or more] through both in layer `index` within the stage: same shape."""
+        """Run rows [T, N x E and more] through both in layer `index` within the stage: alike."""
         own, ids = self.features, step.token_ids.cpu()
         states = [step.kv.state(span.slot, index) for span in step.spans]
         befores = [state.at_end.features for state in states]  # [B, columns and digits]
