@@ -15,7 +15,21 @@ from shardnet.tokenizers.token_classes import token_classes
 
 TEXTS = [
     *("the", "The", "THE", " the", "\tthe\n", "thé", "the ", "t he", "ﬁne", "fine", "Ｆine"),
-    *(" ", "  ", "\n", "\r\n\t", "　", "", "\ue000", " \ue000 ", "é", "e", "É", "\u0301", " \u0301"),
+    *(
+        " ",
+        "  ",
+        "\n",
+        "\r\n\t",
+        "　",
+        "",
+        "\ue000",
+        " \ue000 ",
+        "é",
+        "e",
+        "É",
+        "\u0301",
+        " \u0301",
+    ),
     *("ß", "ss", "İ", "i", "中", "文", "中文", "１", "1", "①", "…", "..."),
 ]
 N_TOKENS = 330

@@ -58,7 +58,7 @@ EPS = 1e-20
 def config_of(said: dict[str, Any], vocab_size: int = 129280) -> ModelConfig:
     """A model with streams whose layers keep a state, as far as Engram asks."""
     made = object.__new__(ModelConfig)
-    values: dict[str, Any] = {name: None for name in ModelConfig.__dataclass_fields__}
+    values: dict[str, Any] = dict.fromkeys(ModelConfig.__dataclass_fields__)
     values |= {"n_layers": 16, "vocab_size": vocab_size, "hidden_size": WIDTH, "norm_eps": EPS}
     values |= {"mixerless_layers": (), "streams": Streams(count=3, kind=StreamKind.APART, eps=0.0)}
     values["short_conv"] = ShortConv(width=2, n_taps=2, has_bias=False, layers=tuple(range(16)))
@@ -84,12 +84,16 @@ def plain_rows(said: dict[str, Any], classes: Sequence[int], layer: int, ids: li
         for _ in range(2, longest + 1):
             last = said["engram_vocab_size"] - 1
             for _ in range(n_heads):
-                prime = (n for n in count(last + 1) if all(n % d for d in range(2, int(n**0.5) + 1)))
+                prime = (
+                    n for n in count(last + 1) if all(n % d for d in range(2, int(n**0.5) + 1))
+                )
                 last = next(n for n in prime if n not in used)
                 used.add(last)
                 primes += [last] * (number == layer)
     most = max(1, (2**63 - 1) // said["engram_compressed_vocab_size"] // 2)
-    factors = np.random.default_rng(10007 * layer).integers(0, most, longest, dtype=np.int64) * 2 + 1
+    factors = (
+        np.random.default_rng(10007 * layer).integers(0, most, longest, dtype=np.int64) * 2 + 1
+    )
     made = []
     for at in range(len(ids)):
         text = [classes[ids[at - k] if at >= k else said["engram_pad_token_id"]] for k in range(4)]
