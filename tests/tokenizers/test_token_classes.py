@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from shardnet.errors import CheckpointError
 from shardnet.guard.helper_process import HelperProcess
-from shardnet.tokenizers.token_classes import token_classes
+from shardnet.tokenizers.tokenizer import token_classes
 
 TEXTS = [
     *("the", "The", "THE", " the", "\tthe\n", "thé", "the ", "t he", "ﬁne", "fine", "Ｆine"),
