@@ -70,7 +70,7 @@ FAMILIES = {case.split("-")[0]: case for case in reversed(CASES)}
 """A case of each family."""
 USUAL = [
     *("gemma2", "gpt2", "gpt_oss", "deepseek_v3", "llama4_text", "qwen3_next", "olmo2"),
-    *("deepseek_v4", "glm5_next_text", "qwen4_exp_text", "hy_v4"),
+    *("deepseek_v4", "deepseek_v41_text", "glm5_next_text", "qwen4_exp_text", "hy_v4"),
 ]
 """Those that are least alike."""
 

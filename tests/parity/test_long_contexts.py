@@ -40,6 +40,13 @@ KINDS: dict[str, dict[str, Any]] = {
         "sliding_window": 128,
         "index_topk": N_CHOSEN,
     },
+    "deepseek_v41_text": {
+        "num_hidden_layers": 3,
+        "num_experts_per_tok": 8,
+        "sliding_window": 128,
+        "index_topk": N_CHOSEN,
+        "candidate_topk_blocks": N_CHOSEN,
+    },
     "glm5_next_text": {
         "num_hidden_layers": 3,
         "layer_types": ["indexed_attention", "linear_attention", "indexed_attention"],

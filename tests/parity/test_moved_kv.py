@@ -54,6 +54,7 @@ CASES: dict[str, dict[str, Any]] = {
         "layer_types": DEEPSEEK_V4["layer_types"][:3],
         "mlp_layer_types": DEEPSEEK_V4["mlp_layer_types"][:3],
     },
+    "deepseek_v41_text": {"num_hidden_layers": 3},
     "qwen4_exp_text": FAMILY_CASES["qwen4_exp_text"]
     | {
         "num_hidden_layers": 3,
@@ -81,7 +82,10 @@ PENALISED = SamplingParams(temperature=0.7, seed=5, repetition_penalty=1.3, n_lo
 @pytest.mark.parametrize(
     "family",
     cases(
-        ["llama", "gemma3_text", "gemma4_text", "qwen3_next", "falcon_h1", "deepseek_v4"],
+        [
+            *("llama", "gemma3_text", "gemma4_text", "qwen3_next", "falcon_h1", "deepseek_v4"),
+            "deepseek_v41_text",
+        ],
         ["deepseek_v2", "qwen4_exp_text", "glm5_next_text", "hy_v4"],
     ),
 )
@@ -196,7 +200,8 @@ def test_a_standby_goes_on_with_the_same_bits(family: str, tmp_path: Path) -> No
 
 @needs_library  # which gives a replayed row its bits, and shares blocks
 @pytest.mark.parametrize(
-    "family", cases(["gemma3_text", "qwen3_next", "deepseek_v4"], ["falcon_h1"])
+    "family",
+    cases(["gemma3_text", "qwen3_next", "deepseek_v4"], ["falcon_h1", "deepseek_v41_text"]),
 )
 def test_a_standby_goes_on_from_a_kept_state(family: str, tmp_path: Path) -> None:
     """The middle stage is lost while it is followed for the third time: the round before counts.
@@ -252,7 +257,10 @@ def test_a_standby_goes_on_from_a_kept_state(family: str, tmp_path: Path) -> Non
         assert new.step(position, ids, 1) == whole.step(position, ids, 1)
 
 
-@pytest.mark.parametrize("family", cases(["llama", "gemma3_text"], ["falcon_h1", "deepseek_v4"]))
+@pytest.mark.parametrize(
+    "family",
+    cases(["llama", "gemma3_text"], ["falcon_h1", "deepseek_v4", "deepseek_v41_text"]),
+)
 def test_what_is_read_beside_steps_is_what_was_there(family: str, tmp_path: Path) -> None:
     """The slot grows meanwhile, forgets what no window reaches, and shares what it has."""
     folder = make_decoder(tmp_path, family, max_position_embeddings=CONTEXT, **CASES[family])

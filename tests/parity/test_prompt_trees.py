@@ -122,6 +122,7 @@ SELDOM = {
         family="glm5_next_text", form="states", config=CASES["glm5_next_text"]
     ),
     "compressed entries": Kind(family="deepseek_v4", form="states", config=CASES["deepseek_v4"]),
+    "shared entries": Kind(family="deepseek_v41_text", form="states", config={}),
     "Lightning and latents": Kind(
         family="bailing_hybrid", form="states", config=CASES["bailing_hybrid"]
     ),

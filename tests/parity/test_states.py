@@ -38,7 +38,7 @@ from shardnet.types import Epoch, LayerRange, LiveState, SequenceId
 @pytest.fixture(
     scope="module",
     params=cases(
-        ["qwen3_5_text", "lfm2", "falcon_h1", "deepseek_v4"],
+        ["qwen3_5_text", "lfm2", "falcon_h1", "deepseek_v4", "deepseek_v41_text"],
         ["nemotron_h", "kimi_linear", "qwen4_exp_text", "glm5_next_text"],
     ),
 )

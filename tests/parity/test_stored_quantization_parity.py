@@ -180,6 +180,19 @@ def test_deepseek_v4_runs_as_it_is_published(tmp_path: Path) -> None:
     torch.testing.assert_close(logits, expected, rtol=0, atol=FLOAT32_TOLERANCE)
 
 
+def test_deepseek_v41_runs_as_it_is_published(tmp_path: Path) -> None:
+    """Blocks of 32 x 32 in FP8, n-gram tables in FP8, experts in 4 bits, all of them in powers."""
+    make_decoder(tmp_path, "deepseek_v41_text", is_published=True, num_hidden_layers=8)
+    prompt = random_prompt(150, 300)
+    logits = StageChain.load(tmp_path, even_split(8, 2)).prefill(0, prompt)
+    expected = reference_logits(load_reference(tmp_path), prompt)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=FLOAT32_TOLERANCE)
+    tensors = Checkpoint.open(tmp_path).tensors
+    experts = [tensor for name, tensor in tensors.items() if ".experts." in name]
+    assert experts
+    assert all(expert.packed is not None for expert in experts)
+
+
 NVFP4_MODELS: dict[str, dict[str, Any]] = {
     "glm5_next_text": {"moe_intermediate_size": 32},
     "qwen4_exp_text": {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},

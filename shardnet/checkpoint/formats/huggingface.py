@@ -273,7 +273,8 @@ def open_huggingface(folder: Path) -> Contents:
     if (isinstance(kind, str) and kind in WRAPPERS) or TEXT in config:
         # Two configs may say this, or leave it to their class. The file has a head or has none.
         names = (language_name(name) or "" for name in named)
-        config["tie_word_embeddings"] = not any(name.startswith("lm_head.") for name in names)
+        heads = ("lm_head.", "head.")  # DeepSeek's own files have the latter
+        config["tie_word_embeddings"] = not any(name.startswith(heads) for name in names)
     elif config.get("tie_word_embeddings") is not False and _has_own_head(folder, stored):
         config["tie_word_embeddings"] = False
 

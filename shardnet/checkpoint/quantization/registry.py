@@ -143,7 +143,7 @@ def model_tensors(
         used.update(stem + suffix for suffix in parts)
         for own in [stem] if name in shapes else tables.get(stem, [stem]):
             name, weight = _name(config, f"{own}.weight"), f"{own}.weight"
-            shape = shapes.get(name, ())
+            shape = shapes.get(name) or _of_groups(config, shapes, name)
             if config.outline is not None and ".weight" in parts:  # names are the makers' still
                 shape = _shape_of(parts[".weight"])
             if len(shape) != 2:  # what the model has no place for, the loader refuses by this name
@@ -163,6 +163,14 @@ def model_tensors(
             raise damaged(f"{where}/{info.file}: tensor {info.name} is there quantised too")
         made[canonical] = unchanged(canonical, info)
     return made
+
+
+def _of_groups(config: ModelConfig, shapes: Mapping[str, Shape], name: str) -> Shape:
+    """Return the shape of a weight that the model has as one for each group; () for another."""
+    first = shapes.get(f"{name.removesuffix('.weight')}.0.weight")
+    if first is None or config.compressed is None:
+        return ()
+    return config.compressed.n_groups * first[0], first[1]
 
 
 def _shape_of(weight: StoredTensor) -> Shape:

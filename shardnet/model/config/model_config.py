@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,8 @@ from shardnet.types import DType, LayerRange
 
 N_DIGITS = 3
 """Of a position or token id in a row, to the base of 256: bfloat16 holds each."""
+N_PIECES = 3
+"""Numbers of a row that add up to one in float32, whatever the row's dtype."""
 DEFAULT_CONTEXT = 8192
 """Positions of one sequence where nothing else is asked and the model allows more."""
 
@@ -207,10 +209,20 @@ class Compressed:
     a key of the indexer each; others attend to all. Keys are values, one of `head_size` columns, of
     which the last `rope_size` are rotated. Queries have rank `query_rank`; heads stand in
     `n_groups`, of which each gives `output_rank` columns.
+
+    Where there are `sources` the layers up to the next one attend to the entries of theirs, which
+    are made of no position before their own, and of which each layer has a copy: they travel at the
+    end of rows, so that a layer depends on the rows that it gets alone. Those without a choice of
+    their own take that of the last layer before them that has one. Layers behind `blocks_from`
+    choose among entries of the `n_blocks` blocks of `block_size` that it has chosen, if any.
     """
 
     window: int
     rates: tuple[int, ...]
+    sources: tuple[int, ...] = ()
+    blocks_from: int = 0
+    n_blocks: int = 0
+    block_size: int = 1
     indexer: Indexer
     head_size: int
     rope_size: int
@@ -222,15 +234,48 @@ class Compressed:
         """Columns of an entry, with its key of the indexer."""
         return self.head_size + (self.indexer.head_size if layer in self.indexer.layers else 0)
 
+    @property
+    def n_carried(self) -> int:
+        """Columns of an entry and its key at the end of a row."""
+        return self.head_size + self.indexer.head_size if self.sources else 0
+
+    @property
+    def n_chosen(self) -> int:
+        """Numbers of entries, and of blocks, that a row has chosen."""
+        return self.indexer.n_chosen + self.n_blocks
+
+    def has_blocks(self, layer: int) -> bool:
+        """Whether a layer chooses in blocks of one before it."""
+        return self.n_blocks > 0 and layer > self.blocks_from
+
     def row_size(self, layer: int) -> int:
         """Columns of an entry that lie at each of its positions."""
         return -(-self.entry_size(layer) // self.rates[layer]) if self.rates[layer] else 0
 
     def pending(self, layer: int) -> tuple[int, int]:
         """How many positions wait for their entries at the most, and the columns of each."""
+        if self.sources:
+            rate = self.rates[layer] if self.sources[layer] == layer else 0
+            return (0, rate * self.head_size) if rate < 2 else (rate, 2 * self.head_size)
         twice = 2 if layer in self.indexer.layers else 1  # of those before, and of its own
         n = twice * self.rates[layer]
         return n, 2 * twice * self.entry_size(layer) if n else 0
+
+    def sharing(self, sources: Sequence[int], kept: Sequence[int]) -> Compressed:
+        """Return it with the `sources` of the layers that are `kept` of more: the first of each."""
+        if not sources:
+            return self
+        olds = [sources[layer] for layer in kept]
+        new = tuple(olds.index(old) for old in olds)
+        making = {n for n, source in enumerate(new) if n == source and self.rates[n]}
+        layers = tuple(sorted({*self.indexer.layers} | making))
+        first = next((n for n, layer in enumerate(kept) if layer >= self.blocks_from), len(kept))
+        return replace(
+            self,
+            sources=new,
+            blocks_from=first,
+            indexer=replace(self.indexer, layers=layers),
+        )
 
     def state(self, layer: int) -> StateShape:
         """The rows of the window, and those that wait, in as many rows as the window has."""
@@ -262,7 +307,8 @@ class Streams:
     What it gives is multiplied by up to `magnitude`. `eps` is added to factors and to what they are
     divided by, in `n_rounds` of the balance. Gates come of linears of a low `rank`. Without
     `has_head` the streams' mean goes on behind the last layer. What predicts further tokens takes
-    them all where they are `in_mtp`, else what is joined and normed.
+    them all where they are `in_mtp`, else what is joined and normed. With `is_lagged` a sub-layer
+    has the mix that the one before has made factors for, and the head that of the last one.
     """
 
     count: int
@@ -273,6 +319,12 @@ class Streams:
     rank: int = 0
     has_head: bool = True
     in_mtp: bool = False
+    is_lagged: bool = False
+
+    @property
+    def n_carried(self) -> int:
+        """Columns behind the streams: the pieces of the next sub-layer's factors."""
+        return N_PIECES * self.count if self.is_lagged else 0
 
     @property
     def n_kinds(self) -> int:
@@ -614,6 +666,12 @@ class ModelConfig:
         """Columns of a row between layers, and between stages."""
         if self.outline is not None:
             return self.outline.row_width
+        parts = (self.streams, self.compressed)
+        return self.streams_width + sum(part.n_carried for part in parts if part is not None)
+
+    @property
+    def streams_width(self) -> int:
+        """Columns of the residual streams of a row."""
         return self.hidden_size * (1 if self.streams is None else self.streams.count)
 
     def window(self, layer: int) -> int | None:
@@ -710,7 +768,14 @@ class ModelConfig:
         return state is None or state.is_beside_kv
 
     def takes_choice(self, layer: int) -> bool:
-        """Whether the absolute `layer` attends to positions that a layer before it has chosen."""
+        """Whether the absolute `layer` attends to positions that a layer before it has chosen.
+
+        Or chooses among those.
+        """
+        of_entries = self.compressed
+        if of_entries is not None:
+            takes = layer not in of_entries.indexer.layers or of_entries.has_blocks(layer)
+            return bool(of_entries.sources and of_entries.rates[layer] and takes)
         own = self.indexer
         return own is not None and self.has_kv(layer) and layer not in own.layers
 
@@ -769,6 +834,7 @@ class ModelConfig:
             )
             rates = tuple(self.compressed.rates[layer] for layer in [*kept, self.n_layers])
             own["compressed"] = replace(self.compressed, rates=rates, indexer=choosing)
+            own["compressed"] = own["compressed"].sharing(self.compressed.sources, kept)
         windows = tuple(self.window(layer) for layer in kept) if self.windows else ()
         for name in ("late_limits", "query_heads"):
             if each := getattr(self, name):

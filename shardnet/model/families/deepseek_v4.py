@@ -5,6 +5,7 @@ Experts are chosen by the roots of softpluses, in the first layers by the token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -52,8 +53,18 @@ _MOST_GROUPS: Final = 256
 """Of heads, each with a linear of its own: far more than any model has."""
 
 
+ReadAttention = Callable[[Fields, ModelConfig], Compressed]
+
+
 def _read_config(fields: Fields) -> ModelConfig:
     """Read a DeepseekV4Config."""
+    return read_config(fields, _read_attention)
+
+
+def read_config(
+    fields: Fields, read_attention: ReadAttention, *, n_hashed: int = 3, is_lagged: bool = False
+) -> ModelConfig:
+    """Read what the configs of DeepSeek-V4 and V4.1 have in common."""
     ropes: dict[str, Rope] = {}
 
     def read_ropes(fields: Fields, max_positions: int, head_size: int) -> Rope:
@@ -83,14 +94,16 @@ def _read_config(fields: Fields) -> ModelConfig:
     return replace(
         config,
         local_rope=ropes["main"],
-        compressed=_read_attention(fields, config),
-        experts=_read_experts(fields, config, inner),
+        compressed=read_attention(fields, config),
+        experts=_read_experts(fields, config, inner, n_hashed),
         streams=Streams(
             count=fields.positive("hc_mult", 4),
             kind=StreamKind.BALANCED,
             eps=fields.number("hc_eps", 1e-6, within=NORM_EPS),
             n_rounds=fields.positive("hc_sinkhorn_iters", 20, at_most=1000),
+            has_head=not is_lagged,
             in_mtp=True,
+            is_lagged=is_lagged,
         ),
     )
 
@@ -121,7 +134,6 @@ def _read_ropes(fields: Fields, max_positions: int, head_size: int) -> dict[str,
 
 
 def _read_attention(fields: Fields, config: ModelConfig) -> Compressed:
-    assert config.rope is not None
     given = fields.take("compress_rates", dict, None) or {}
     rates = {_SLIDING: 0, _CHOSEN: 4, _HEAVY: 128} | given
     for key, kind in (("compress_rate_csa", _CHOSEN), ("compress_rate_hca", _HEAVY)):
@@ -141,19 +153,28 @@ def _read_attention(fields: Fields, config: ModelConfig) -> Compressed:
         type(rate) is int and 1 <= rate <= 128 and 256 % rate == 0 for rate in own
     ):
         raise fields.damaged(f"compress_rates {rates} do not divide a block of 256 positions")
+    choosing = tuple(layer for layer, kind in enumerate(kinds) if kind == _CHOSEN)
+    return read_compressed(fields, config, (*(rates[kind] for kind in kinds), 0), choosing)
+
+
+def read_compressed(
+    fields: Fields, config: ModelConfig, rates: tuple[int, ...], choosing: tuple[int, ...]
+) -> Compressed:
+    """Read attention with entries of so many positions, among which some layers choose."""
+    assert config.rope is not None
     n_groups = fields.positive("o_groups", 8, at_most=_MOST_GROUPS)
     if config.n_heads * config.head_size % n_groups:
         raise fields.damaged(f"o_groups {n_groups} do not divide the columns of the heads")
     return Compressed(
         window=fields.positive("sliding_window", 128),
-        rates=(*(rates[kind] for kind in kinds), 0),
+        rates=rates,
         indexer=Indexer(
             n_heads=fields.positive("index_n_heads", 64),
             head_size=fields.positive("index_head_dim", 128),
             n_chosen=fields.positive("index_topk", 512),
             interleaved=True,
             rotates_last=True,
-            layers=tuple(layer for layer, kind in enumerate(kinds) if kind == _CHOSEN),
+            layers=choosing,
         ),
         head_size=config.head_size,
         rope_size=config.rope.rotated(config.head_size),
@@ -163,10 +184,10 @@ def _read_attention(fields: Fields, config: ModelConfig) -> Compressed:
     )
 
 
-def _read_experts(fields: Fields, config: ModelConfig, inner: int) -> Experts:
+def _read_experts(fields: Fields, config: ModelConfig, inner: int, n_hashed: int) -> Experts:
     n = config.n_layers
     n_experts, top_k = read_expert_counts(fields, ("n_routed_experts", "num_local_experts"), 256, 6)
-    n_hashed = fields.take("num_hash_layers", int, 3)
+    n_hashed = fields.take("num_hash_layers", int, n_hashed)
     kinds = fields.take("mlp_layer_types", list, None) or ["hash_moe"] * min(n, n_hashed) + [
         "moe"
     ] * max(0, n - n_hashed)
@@ -185,7 +206,7 @@ def _read_experts(fields: Fields, config: ModelConfig, inner: int) -> Experts:
     )
 
 
-def _attention_tensors(config: ModelConfig, layer: int) -> Table:
+def attention_tensors(config: ModelConfig, layer: int) -> Table:
     """Name the projections, the norms, the sinks, and what makes entries and chooses them."""
     own, attn, hidden = config.compressed, f"model.layers.{layer}.self_attn", config.hidden_size
     assert own is not None
@@ -202,11 +223,14 @@ def _attention_tensors(config: ModelConfig, layer: int) -> Table:
     made |= {f"{attn}.q_a_norm.weight": (own.query_rank,), f"{attn}.kv_norm.weight": (size,)}
     rate, name = own.rates[layer], f"{attn}.compressor"
     chooses = layer in own.indexer.layers
-    if rate:
+    if own.sources:
+        made |= _shared_compressor(config, layer, name)
+    elif rate:
         made |= _compressor(name, rate, size, hidden, twice=chooses)
     if chooses:
         index = own.indexer
-        made |= _compressor(f"{name}.indexer", rate, index.head_size, hidden, twice=True)
+        if not own.sources:
+            made |= _compressor(f"{name}.indexer", rate, index.head_size, hidden, twice=True)
         queries = {"q_b_proj": (index.n_heads * index.head_size, own.query_rank)}
         made |= linears(f"{name}.indexer", queries)
         made |= linears(f"{name}.indexer.scorer", {"weights_proj": (index.n_heads, hidden)})
@@ -219,13 +243,27 @@ def _compressor(name: str, rate: int, size: int, hidden: int, *, twice: bool) ->
     return made | {f"{name}.position_bias": (rate, width), f"{name}.kv_norm.weight": (size,)}
 
 
-def _load_attention(config: ModelConfig, weights: WeightSource, layer: int) -> CompressedAttention:
+def _shared_compressor(config: ModelConfig, layer: int, name: str) -> Table:
+    """Name what makes the entries of several layers, in that whose they are."""
+    own = config.compressed
+    assert own is not None
+    if not own.rates[layer] or own.sources[layer] != layer:
+        return {}
+    gates = ("gate_proj",) if own.rates[layer] > 1 else ()
+    shape, key = (own.head_size, config.hidden_size), own.indexer.head_size
+    made = linears(name, dict.fromkeys(("kv_proj", *gates), shape))
+    made |= {f"{name}.kv_norm.weight": (own.head_size,), f"{name}.indexer.k_norm.weight": (key,)}
+    return made | linears(f"{name}.indexer", {"wk": (key, own.head_size)})
+
+
+def load_attention(config: ModelConfig, weights: WeightSource, layer: int) -> CompressedAttention:
+    """Take the parameters of the attention of the absolute `layer`."""
     from shardnet.model.mixers.compressed_attention import CompressedAttention
 
     return CompressedAttention(config, weights, layer)
 
 
-def _expert_tensors(config: ModelConfig, layer: int) -> Table:
+def expert_tensors(config: ModelConfig, layer: int) -> Table:
     """Name the router, its experts and the shared one, and what the choice goes by."""
     experts, block = config.experts, f"model.layers.{layer}.mlp"
     assert experts is not None
@@ -237,7 +275,8 @@ def _expert_tensors(config: ModelConfig, layer: int) -> Table:
     return made | {f"{block}.gate.e_score_correction_bias": (experts.n_experts,)}
 
 
-def _load_experts(config: ModelConfig, weights: WeightSource, layer: int) -> SparseMlp:
+def load_deepseek_experts(config: ModelConfig, weights: WeightSource, layer: int) -> SparseMlp:
+    """Take the parameters of the router, the experts and the shared one of the absolute `layer`."""
     import torch
 
     from shardnet.model.layers.experts import ClampedMlp, SparseMlp, SqrtSoftplusRouter
@@ -322,47 +361,49 @@ _GGUF_NAMES: Final = (
     ("self_attn.sinks", "attn_sinks.weight"),
     ("mlp.gate.tid2eid", "ffn_gate_tid2eid.weight"),
 )
+RENAMED: Final = (
+    (".attn.indexer.compressor.", ".attn.compressor.indexer."),
+    (".attn.indexer.weights_proj.", ".attn.compressor.indexer.scorer.weights_proj."),
+    (".attn.indexer.wq_b.", ".attn.compressor.indexer.q_b_proj."),
+    (".attn.", ".self_attn."),
+    (".ffn.", ".mlp."),
+    (".attn_norm.", ".input_layernorm."),
+    (".ffn_norm.", ".post_attention_layernorm."),
+    (".self_attn.norm.", ".self_attn.kv_norm."),
+    (".compressor.norm.", ".compressor.kv_norm."),
+    (".indexer.norm.", ".indexer.kv_norm."),
+    (".hc_attn_", ".attn_hc."),
+    (".hc_ffn_", ".ffn_hc."),
+    (".attn_sink", ".sinks"),
+    (".ape", ".position_bias"),
+    (".wq_a.", ".q_a_proj."),
+    (".wq_b.", ".q_b_proj."),
+    (".wkv.", ".kv_proj."),
+    (".wgate.", ".gate_proj."),
+    (".wo_a.", ".o_a_proj."),
+    (".wo_b.", ".o_b_proj."),
+    (".q_norm.", ".q_a_norm."),
+    (".gate.bias", ".gate.e_score_correction_bias"),
+    (".w1.", ".gate_proj."),
+    (".w2.", ".down_proj."),
+    (".w3.", ".up_proj."),
+    ("^embed.", "model.embed_tokens."),
+    ("^layers.", "model.layers."),
+    ("^norm.", "model.norm."),
+    ("^hc_head_", "model.hc_head.hc_"),
+    ("^head.", "lm_head."),
+    (".hc_head_", ".hc_head.hc_"),
+)
+"""What the published files call tensors."""
 FAMILY = record(
     "deepseek_v4",
     "DeepseekV4ForCausalLM",
     _read_config,
     Layout(
-        attention=Part(tensors=_attention_tensors, load=_load_attention),
-        mlp=Part(tensors=_expert_tensors, load=_load_experts),
+        attention=Part(tensors=attention_tensors, load=load_attention),
+        mlp=Part(tensors=expert_tensors, load=load_deepseek_experts),
     ),
-    renamed_tensors=(
-        (".attn.indexer.compressor.", ".attn.compressor.indexer."),
-        (".attn.indexer.weights_proj.", ".attn.compressor.indexer.scorer.weights_proj."),
-        (".attn.indexer.wq_b.", ".attn.compressor.indexer.q_b_proj."),
-        (".attn.", ".self_attn."),
-        (".ffn.", ".mlp."),
-        (".attn_norm.", ".input_layernorm."),
-        (".ffn_norm.", ".post_attention_layernorm."),
-        (".self_attn.norm.", ".self_attn.kv_norm."),
-        (".compressor.norm.", ".compressor.kv_norm."),
-        (".indexer.norm.", ".indexer.kv_norm."),
-        (".hc_attn_", ".attn_hc."),
-        (".hc_ffn_", ".ffn_hc."),
-        (".attn_sink", ".sinks"),
-        (".ape", ".position_bias"),
-        (".wq_a.", ".q_a_proj."),
-        (".wq_b.", ".q_b_proj."),
-        (".wkv.", ".kv_proj."),
-        (".wgate.", ".gate_proj."),
-        (".wo_a.", ".o_a_proj."),
-        (".wo_b.", ".o_b_proj."),
-        (".q_norm.", ".q_a_norm."),
-        (".gate.bias", ".gate.e_score_correction_bias"),
-        (".w1.", ".gate_proj."),
-        (".w2.", ".down_proj."),
-        (".w3.", ".up_proj."),
-        ("^embed.", "model.embed_tokens."),
-        ("^layers.", "model.layers."),
-        ("^norm.", "model.norm."),
-        ("^hc_head_", "model.hc_head.hc_"),
-        ("^head.", "lm_head."),
-        (".hc_head_", ".hc_head.hc_"),
-    ),
+    renamed_tensors=RENAMED,
     mtp=MtpNames.PREFIX,
     ignored_tensors=r"blk\.\d+\.exp_probs_b_vl\.bias",
     experts=EXPERTS,

@@ -146,7 +146,7 @@ def _tensors(config: ModelConfig, layer: int) -> Table:
         made |= linears(name, {"index_qk_proj": ((own.n_heads + 1) * size, hidden)})
         made |= {f"{name}.{kind}_layernorm.weight": (size,) for kind in "qk"}
     if ngrams is not None and layer in ngrams.layers:
-        name, width = f"{prefix}.ple", config.row_width
+        name, width = f"{prefix}.ple", config.streams_width
         shapes = {"key_proj": (width, ngrams.width), "value_proj": (hidden, ngrams.width)}
         kinds = ("key", "query", "conv")
         made |= linears(name, shapes) | {f"{name}.norm_{kind}.weight": (width,) for kind in kinds}

@@ -10,7 +10,6 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any, Final
 
-from shardnet.errors import UnsupportedModelError
 from shardnet.model.config.fields import TEXT, Fields
 from shardnet.model.config.limits import MAX_LAYER_EXPERTS, MAX_VOCABULARY, MAX_WIDTH
 from shardnet.model.config.model_config import ModelConfig
@@ -19,6 +18,7 @@ from shardnet.model.families import (
     bailing_hybrid,
     deepseek_v2,
     deepseek_v4,
+    deepseek_v41,
     dense_table,
     encoders,
     falcon_h1,
@@ -61,7 +61,7 @@ from shardnet.model.families.wrappers import WRAPPERS
 _FILES: Final = (
     *(llama, granite, hunyuan, lfm, mistral, olmo, phi, qwen, qwen_hybrid, llama4, gemma2, gemma4),
     *(mimo_v2_flash, qwen4_exp, gpt_oss, deepseek_v2, latent_table, indexed_table, glm5_next, gpt2),
-    *(llama_table, deepseek_v4, dense_table, sparse_table, mamba2, falcon_h1, afmoe),
+    *(llama_table, deepseek_v4, deepseek_v41, dense_table, sparse_table, mamba2, falcon_h1, afmoe),
     *(bailing_hybrid, olmo_hybrid, kimi_linear, laguna, step3p5, nemotron_h),
 )
 """Each has one record, FAMILY, or several, FAMILIES."""
@@ -75,11 +75,6 @@ FAMILIES: Final[Mapping[str, Family]] = {
     family.model_type: family for file in _FILES for family in _records(file)
 }
 """By `model_type`."""
-_NOT_COMPUTED: Final = {
-    "deepseek_v41": "layers of DeepSeek-V4.1 share compressed keys and what they choose of them, "
-    "and look n-grams up in tables (Engram), which those of deepseek_v4 do not"
-}
-"""What the layers of models do by which they are no other family's, by `model_type`."""
 _OTHER_NAMES: Final = {"kimi_k2": "deepseek_v3"}
 """Names of `model_type` that stand for another one."""
 
@@ -179,9 +174,6 @@ def _find_family(fields: Fields, *, is_part: bool) -> Family:
     if family is None or not family.covers(fields):
         family = find_modules_family(fields, model_type, is_part=is_part)
     if family is None:
-        if (why := _NOT_COMPUTED.get(model_type)) is not None:
-            where = f"{fields.where}: model_type = {model_type!r} is not supported"
-            raise UnsupportedModelError(f"{where}: {why}", remedy="use another model")
         known = ", ".join(sorted((*FAMILIES, *WRAPPERS)))
         raise fields.unsupported("model_type", model_type, known)
     whole = family.architecture

@@ -148,12 +148,12 @@ def stream_mixer(config: ModelConfig, name: str, begin: str = "") -> Table:
     Their own names begin with it.
     """
     assert config.streams is not None
+    count, width, rank = config.streams.count, config.streams_width, config.streams.rank
     if config.streams.kind is StreamKind.GATED:
-        shares = {} if begin else {"block_inject_weight": (config.streams.count, config.row_width)}
-        low, high = (config.streams.rank, config.row_width), (config.row_width, config.streams.rank)
-        gates = {"input_mix_weight_down": low, "input_mix_weight_up": high}
-        return linears(name, gates | shares) | {f"{name}.hc_norm.weight": (config.row_width,)}
-    count, kinds = config.streams.count, 1 if begin else config.streams.n_kinds
+        shares = {} if begin else {"block_inject_weight": (count, width)}
+        gates = {"input_mix_weight_down": (rank, width), "input_mix_weight_up": (width, rank)}
+        return linears(name, gates | shares) | {f"{name}.hc_norm.weight": (width,)}
+    kinds = 1 if begin else config.streams.n_kinds
     n_out = (count, 2 * count, (2 + count) * count)[kinds - 1]
     own = f"{name}.{begin}"
-    return {f"{own}fn": (n_out, config.row_width), f"{own}base": (n_out,), f"{own}scale": (kinds,)}
+    return {f"{own}fn": (n_out, width), f"{own}base": (n_out,), f"{own}scale": (kinds,)}

@@ -59,7 +59,8 @@ class Wrapper:
     `defaults` are keys that published configs leave out and the family insists on.
     `sections` are by default how many rotary columns turn by time, height and width (M-RoPE), None
     where positions have one axis; with `takes_turns` they do not stand together. `vision` is its
-    tower, None where transformers' own computes: then `text_config` has all of the language model.
+    tower, None where transformers' own computes: then `text_config` has all of the language model,
+    and `bare` names begin those of its tensors that nothing else stands before.
     """
 
     model_type: str
@@ -71,6 +72,7 @@ class Wrapper:
     sections: tuple[int, int, int] | None = None
     takes_turns: bool = True
     vision: VisionFamily | None = None
+    bare: re.Pattern[str] = _BARE
 
     @property
     def families(self) -> tuple[str, ...]:
@@ -132,7 +134,8 @@ def language_name(name: str, wrapper: str = "") -> str | None:
     if match is None:
         record = WRAPPERS.get(wrapper)
         is_known = not wrapper or (record is not None and record.vision is not None)
-        return name if is_known or _BARE.match(name) else None
+        bare = _BARE if record is None else record.bare
+        return name if is_known or bare.match(name) else None
     rest = name[match.end() :]
     return rest if rest.startswith("lm_head.") else f"model.{rest}"
 
@@ -253,6 +256,13 @@ _ROWS: Final = (
         qwen3_vl.SHALLOW,
         *("qwen4_exp", "Qwen4ExpForConditionalGeneration", "qwen4_exp_text"),
         sections=(11, 11, 10),
+    ),
+    Wrapper(
+        model_type="deepseek_v41",
+        architecture="DeepseekV41ForCausalLM",
+        family="deepseek_v41_text",
+        text_types=("deepseek_v41_text",),
+        bare=re.compile(r"(model\.)?(layers|embed|norm|head|embed_tokens)\.|lm_head\."),
     ),
     _by_modules("exaone4_5", "Exaone4_5_ForConditionalGeneration", "exaone4"),
     _by_modules("glm5_next", "Glm5NextForConditionalGeneration", "glm5_next_text"),

@@ -65,6 +65,7 @@ class DecoderStage:
     ) -> None:
         config, layers, weights, dtype = inputs.config, inputs.layers, inputs.weights, inputs.dtype
         self._numbers, self._streams = layers, config.streams
+        self._n_carried = config.row_width - config.streams_width
         self._hands_choice_on = layers.end < config.n_layers and config.takes_choice(layers.end)
         self._embedding: _Embedding | None = None
         self._head: _Head | None = None
@@ -139,7 +140,11 @@ class DecoderStage:
         """Embed the step's token ids: [T, E] in the compute dtype, once for each stream."""
         assert self._embedding is not None
         embedded = self._embedding(step.token_ids)
-        return embedded if self._streams is None else embedded.repeat(1, self._streams.count)
+        if self._streams is None:
+            return embedded
+        carried = embedded.new_zeros(len(embedded), self._n_carried)
+        carried[:, :1] = 1  # of lagged streams the first is the first sub-layer's whole input
+        return torch.cat((embedded.repeat(1, self._streams.count), carried), 1)
 
     def walk(self, hidden: Tensor, step: ForwardStep) -> Iterator[Tensor]:
         """Run hidden states [T, E] through the stage's layers: yields [T, E] after each, lazily."""

@@ -51,8 +51,22 @@ class ChoiceStruct(ctypes.Structure):
         *fields(AttendStruct, "index", "attend"),
         *fields(ctypes.c_void_p, "weights", "chosen", "scores", "keys", "values"),
         *fields(ctypes.c_int64, "n_rows", "n_chosen", "n_pooled", "stride", "first_row"),
-        ("end_row", ctypes.c_int64),
+        *(("end_row", ctypes.c_int64), ("blocks", ctypes.c_void_p)),
+        *fields(ctypes.c_int64, "n_blocks", "block_size", "makes_blocks"),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks:
+    """Blocks of `size` entries each that rows look at further: `numbers`, int32 [T, N].
+
+    They ascend, with -1 behind the last; all are -1 where a row sees no more. What `are_new` are
+    written by the choice: those with the best entries, and the last that a row sees.
+    """
+
+    numbers: Tensor
+    size: int
+    are_new: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,6 +277,7 @@ def native_choose(
     *,
     n_pooled: int = 1,
     entries: Sequence[Tensor] = (),
+    blocks: Blocks | None = None,
 ) -> Tensor | None:
     """Choose the positions that score highest: int32 [T, n_chosen], ascending, -1 behind the last.
 
@@ -271,7 +286,8 @@ def native_choose(
     first positions are chosen. None as `native_attend`.
 
     With `entries` those of each span are chosen instead, of `n_pooled` positions each, of which a
-    row sees all: keys [entries, D], contiguous but for what may stand between them.
+    row sees all: keys [entries, D], contiguous but for what may stand between them. With `blocks`
+    rows choose among those of their blocks.
     """
     kernels, rows, kind = native_kernels(), queries.contiguous(), AttentionKind(scale=1.0)
     struct = _bound(rows, 1, 0, layer, spans, kv, kind)
@@ -296,6 +312,10 @@ def native_choose(
     )
     choice.weights, choice.chosen = weights.data_ptr(), chosen.data_ptr()
     choice.scores, choice.stride = scores.data_ptr(), stride
+    if blocks is not None:
+        check_memory("blocks of entries", blocks.numbers, 4 * blocks.numbers.numel(), torch.int32)
+        choice.blocks, choice.n_blocks = blocks.numbers.data_ptr(), blocks.numbers.shape[1]
+        choice.block_size, choice.makes_blocks = blocks.size, blocks.are_new
     kernels.function("shardnet_choose", ctypes.POINTER(ChoiceStruct))(choice)
     return chosen
 

@@ -17,7 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardnet.model.config.model_config import Activation, ModelConfig, StreamKind, Streams
+from shardnet.model.config.model_config import (
+    N_PIECES,
+    Activation,
+    ModelConfig,
+    StreamKind,
+    Streams,
+)
 from shardnet.model.kernels.library import native_kernels
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.kernels.panel_linear import float_linear
@@ -109,9 +115,20 @@ class StreamMixer:
 
     def around(self, streams: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
         """Join rows [T, N x E] for a sub-layer of [T, E], and share out what it gives."""
-        mixes, count = self(streams), self.config.count
+        mixes = self(streams)
+        return self.share_out(streams, mixes, mixes.before, sublayer)
+
+    def share_out(
+        self,
+        streams: Tensor,
+        mixes: Mixes,
+        before: Tensor,
+        sublayer: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Join rows [T, N x E] by factors `before` it, and share out what a sub-layer gives."""
+        count = self.config.count
         wide = streams.float().view(len(streams), count, -1)
-        inner = sublayer(weighted(wide, mixes.before).to(streams.dtype)).float()
+        inner = sublayer(weighted(wide, before).to(streams.dtype)).float()
         parts = []
         for stream in range(count):
             kept = wide[:, stream]
@@ -119,6 +136,45 @@ class StreamMixer:
                 kept = weighted(wide, mixes.across[:, :, stream])
             parts.append(inner * mixes.behind[:, stream, None] + kept)
         return torch.cat(parts, -1).to(streams.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaggedMixer:
+    """What mixes streams for a sub-layer by the factors of the one before it (DeepSeek-V4.1).
+
+    Rows have these behind the streams, in pieces, and further columns that pass.
+    """
+
+    mixer: StreamMixer
+    width: int  # N x E
+
+    @property
+    def count(self) -> int:
+        """How many streams there are."""
+        return self.mixer.count
+
+    def around(self, streams: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        """Join rows [T, N x E and more] for a sub-layer of [T, E], and share out what it gives."""
+        own, n_pieces = streams[:, : self.width], N_PIECES * self.count
+        before = from_pieces(streams[:, self.width : self.width + n_pieces])
+        mixes = self.mixer(own)
+        mixed = self.mixer.share_out(own, mixes, before, sublayer)
+        pieces = to_pieces(mixes.before, streams.dtype)
+        return torch.cat((mixed, pieces, streams[:, self.width + n_pieces :]), -1)
+
+
+def to_pieces(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Write float32 numbers [T, N] as `N_PIECES` of a dtype each, which add up to them."""
+    pieces = []
+    for _ in range(N_PIECES):
+        pieces.append(numbers.to(dtype))
+        numbers = numbers - pieces[-1].float()
+    return torch.stack(pieces, -1).flatten(1)
+
+
+def from_pieces(pieces: Tensor) -> Tensor:
+    """Add up what to_pieces has written: float32 [T, N]."""
+    return added_up(pieces.float().view(len(pieces), -1, N_PIECES).unbind(-1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,12 +234,15 @@ def stream_norm(config: ModelConfig, weights: WeightSource, name: str) -> HeadNo
     return HeadNorm(weight=norm.weight.view(config.streams.count, -1), eps=config.norm_eps)
 
 
-def load_mixer(config: ModelConfig, weights: WeightSource, name: str) -> StreamMixer | GatedMixer:
+def load_mixer(config: ModelConfig, weights: WeightSource, name: str) -> Mixer:
     """Take the parameters of what mixes streams around a sub-layer."""
     assert config.streams is not None
     if config.streams.kind is StreamKind.GATED:
         return GatedMixer.load(config, weights, name)
-    return StreamMixer.load(config, weights, name, "")
+    mixer = StreamMixer.load(config, weights, name, "")
+    if config.streams.is_lagged:
+        return LaggedMixer(mixer=mixer, width=config.streams_width)
+    return mixer
 
 
 class StreamHead:
@@ -201,6 +260,7 @@ class StreamHead:
             mixer = StreamMixer.load(config, weights, name, "hc_")
         self.count = config.streams.count
         self.mixer = mixer
+        self.lags_behind = config.streams_width if config.streams.is_lagged else 0
 
     @property
     def norms(self) -> bool:
@@ -208,7 +268,12 @@ class StreamHead:
         return isinstance(self.mixer, GatedMixer)
 
     def __call__(self, streams: Tensor) -> Tensor:
-        """Join rows [T, N x E] to [T, E]."""
+        """Join rows [T, N x E] to [T, E]; with factors behind them where these come so."""
+        if self.lags_behind:
+            streams, carried = streams[:, : self.lags_behind], streams[:, self.lags_behind :]
+            wide = streams.float().view(len(streams), self.count, -1)
+            before = from_pieces(carried[:, : N_PIECES * self.count])
+            return weighted(wide, before).to(streams.dtype)
         if isinstance(self.mixer, GatedMixer):
             return self.mixer.join(self.mixer.normed(streams))
         wide = streams.float().view(len(streams), self.count, -1)

@@ -16,7 +16,7 @@ from torch import Tensor
 from shardnet.model.cache.kv_cache import Pool
 from shardnet.model.config.model_config import N_DIGITS, Indexer, ModelConfig
 from shardnet.model.layers.attention import Choose, ForwardStep
-from shardnet.model.layers.native_attention import native_choose
+from shardnet.model.layers.native_attention import Blocks, native_choose
 from shardnet.model.layers.norms import HeadNorm, row_softmax
 from shardnet.model.layers.rotary import Rotary
 from shardnet.model.layers.weight_source import WeightSource
@@ -225,19 +225,22 @@ def choose_entries(
     n_pooled: int,
     entries: Sequence[Tensor],
     step: ForwardStep,
+    *,
+    blocks: Blocks | None = None,
 ) -> Tensor | None:
     """Choose among the entries of each span, keys [N, D], of which a row sees all positions.
 
-    int32 [T, n_chosen], ascending, -1 behind the last; None where rows see no more.
+    int32 [T, n_chosen], ascending, -1 behind the last; None where rows see no more. With `blocks`
+    they are those of the rows' blocks, or these are chosen too.
     """
     if max(map(len, entries)) <= n_chosen:
         return None
     if step.native_spans is not None:
         given = (queries, weights, n_chosen, 0, step.native_spans, step.kv)
-        native = native_choose(*given, n_pooled=n_pooled, entries=entries)
+        native = native_choose(*given, n_pooled=n_pooled, entries=entries, blocks=blocks)
         if native is not None:
             return native
-    return _chosen_in_torch(queries, weights, n_chosen, n_pooled, entries, step)
+    return _chosen_in_torch(queries, weights, n_chosen, n_pooled, entries, step, blocks)
 
 
 def _positions_of(entries: Tensor, positions: Tensor, n_pooled: int, width: int) -> Tensor:
@@ -263,21 +266,41 @@ def _chosen_in_torch(
     n_pooled: int,
     entries: Sequence[Tensor],
     step: ForwardStep,
+    blocks: Blocks | None = None,
 ) -> Tensor:
     """Do what native_choose does: keys [N, D] of each span, of `n_pooled` positions each."""
     chosen = queries.new_full((len(queries), n_chosen), -1, dtype=torch.int32)
     for span, keys in zip(step.spans, (own.float() for own in entries), strict=True):
         for row in range(span.start, span.end):
             n_seen = (span.position + row - span.start + 1) // n_pooled
-            best = _best(queries[row], weights[row], keys[:n_seen], n_chosen)
+            above = (keys[:n_seen] @ queries[row].float().T).relu_()  # [P, I]
+            scores = above @ weights[row]
+            if blocks is not None:
+                scores = _in_blocks(scores, blocks, blocks.numbers[row], n_chosen)
+            best = _best(scores, n_chosen)
             chosen[row, : len(best)] = best
     return chosen
 
 
-def _best(queries: Tensor, weights: Tensor, keys: Tensor, n_chosen: int) -> Tensor:
-    """Return the numbers of the keys [P, D] that score highest, ascending."""
-    above = (keys @ queries.float().T).relu_()  # [P, I]
-    return (above @ weights).sort(descending=True, stable=True).indices[:n_chosen].sort().values
+def _best(scores: Tensor, n: int) -> Tensor:
+    """Return the numbers of the `n` highest scores [P] that are above -inf, ascending."""
+    best = scores.sort(descending=True, stable=True).indices[:n].sort().values
+    return best[scores[best] > -torch.inf]
+
+
+def _in_blocks(scores: Tensor, blocks: Blocks, own: Tensor, n_chosen: int) -> Tensor:
+    """Leave out scores [P] beyond a row's `own` blocks [N], or write down which these are."""
+    of_blocks = torch.arange(len(scores)) // blocks.size
+    if not blocks.are_new:
+        is_free = len(scores) <= n_chosen or own[0] < 0
+        return scores if is_free else scores.masked_fill(~torch.isin(of_blocks, own), -torch.inf)
+    n = int(of_blocks[-1]) + 1 if len(scores) else 0
+    if n > len(own):
+        padded = F.pad(scores, (0, n * blocks.size - len(scores)), value=-torch.inf)
+        best = padded.view(n, blocks.size).amax(1)
+        best[-1] = torch.inf
+        own.copy_(_best(best, len(own)))
+    return scores
 
 
 def choose_again(layer: int, step: ForwardStep) -> Tensor | None:

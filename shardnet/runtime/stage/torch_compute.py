@@ -22,7 +22,6 @@ from shardnet.errors import (
     without_frames,
 )
 from shardnet.model.cache.picture_rows import PictureRows
-from shardnet.model.config.model_config import Indexer
 from shardnet.model.kernels.codec import pack_rows, torch_dtype, unpack_rows
 from shardnet.model.kernels.devices import is_out_of_memory
 from shardnet.model.sampling.sampler import Sampler
@@ -258,16 +257,18 @@ class TorchCompute:
         self, batch: MicroBatch, activations: Activations | None
     ) -> list[torch.Tensor | None]:
         """Return the positions that the layer before this stage has chosen, if it needs them."""
-        own = self._indexer_for(self._model.layers.start)
-        if activations is None or own is None:
+        model, layer = self._model, self._model.layers.start
+        if activations is None or not isinstance(model, StageModel):
             return []
-        return [choice_of_blocks(batch, activations.deep, own, self._model.device)]
+        if not model.config.takes_choice(layer):
+            return []
+        return [choice_of_blocks(batch, activations.deep, model.config, layer, model.device)]
 
-    def _indexer_for(self, layer: int) -> Indexer | None:
-        """Return the indexer of the model where `layer` takes the choice of one before it."""
-        if not isinstance(self._model, StageModel) or not self._model.config.takes_choice(layer):
-            return None
-        return self._model.config.indexer
+    @property
+    def _hands_choice_on(self) -> bool:
+        """Whether the layer behind this stage takes the choice of one before it."""
+        model = self._model
+        return isinstance(model, StageModel) and model.config.takes_choice(model.layers.end)
 
     def _picture_rows(
         self, batch: MicroBatch, activations: Activations | None
@@ -310,7 +311,7 @@ class TorchCompute:
         deep: Sequence[RowBlock] = ()
         if run.pictures is not None:
             deep = blocks_for_later(batch, run.pictures, self._model.layers.end)
-        if self._tail is None and self._indexer_for(self._model.layers.end) is not None:
+        if self._tail is None and self._hands_choice_on:
             deep = [*deep, *blocks_of_choice(batch, run.choices[-1])]
         if self._tail is not None:
             try:

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.models.deepseek_v41_checkpoints import write_deepseek_v41
+from support.oracles.plain_deepseek_v41 import PlainDeepseekV41
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     AutoConfig,
@@ -382,6 +384,11 @@ def make_decoder(
         "eos_token_id": EOS_ID,
         "pad_token_id": EOS_ID,
     }
+    if family.removesuffix("_text") == "deepseek_v41":  # of which transformers has no class
+        folder.mkdir(parents=True, exist_ok=True)
+        make_tokenizer(folder)
+        _last[:] = [(folder, write_deepseek_v41(folder, seed=seed, dtype=dtype, **config))]
+        return folder
     few = FEW_EXPERTS.get(family, {})
     config = defaults | few | config
     if family in WRAPPED:
@@ -431,10 +438,10 @@ def _tokenizer_text() -> str:
     return text
 
 
-_last: list[tuple[Path, PreTrainedModel]] = []
+_last: list[tuple[Path, PreTrainedModel | PlainDeepseekV41]] = []
 
 
-def last_made(folder: Path) -> PreTrainedModel:
+def last_made(folder: Path) -> PreTrainedModel | PlainDeepseekV41:
     """The model whose checkpoint was the last one written, which is in `folder`."""
     [(where, model)] = _last
     assert where == folder, f"{where} was written after {folder}"

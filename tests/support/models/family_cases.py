@@ -443,6 +443,7 @@ CASES: dict[str, dict[str, Any]] = {
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
         "swiglu_limit": 0.02,
     },
+    "deepseek_v41_text": {"num_hidden_layers": 8},
     "hy_v4": {
         "num_hidden_layers": 4,
         "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],

@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 import transformers
 from support.models.checkpoints import last_made
+from support.oracles.plain_deepseek_v41 import PlainDeepseekV41
 from support.rings.stage_chain import StageChain
 from torch import Tensor
 
@@ -23,6 +24,8 @@ CLOSE_CALLS_ALLOWED = 0.02
 def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """transformers' own class, with plain products: its grouped ones take no odd widths."""
     [name] = json.loads((folder / "config.json").read_text())["architectures"]
+    if name == "DeepseekV41ForCausalLM":
+        return PlainDeepseekV41.load(folder, dtype)
     kind = getattr(transformers, name)
     model = kind.from_pretrained(folder, dtype=dtype, experts_implementation="eager").eval()
     return _mended(model)
@@ -32,6 +35,8 @@ def made_reference(folder: Path) -> Any:
     """The model that was written to `folder` last of all, in float32: it need not be read again."""
     model: Any = last_made(folder)
     assert model.dtype is torch.float32
+    if isinstance(model, PlainDeepseekV41):
+        return model
     model.set_experts_implementation("eager")
     return _mended(model.eval())
 

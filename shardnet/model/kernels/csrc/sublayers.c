@@ -87,16 +87,51 @@ static int64_t n_chosen_by(const struct choice *choice, int64_t row) {
     return n;
 }
 
+/* Takes the entries of blocks that score highest: of scores that are moved to where they stand together. */
+static void take_in_blocks(const struct choice *choice, float *scores, int64_t seen, const int32_t *blocks,
+                           int32_t *chosen) {
+    const int64_t size = choice->block_size;
+    int64_t n = 0;
+    for (int64_t i = 0; i < choice->n_blocks && blocks[i] >= 0; i++)
+        for (int64_t at = blocks[i] * size; at < (blocks[i] + 1) * size && at < seen; at++) scores[n++] = scores[at];
+    const int64_t n_taken = n < choice->n_chosen ? n : choice->n_chosen;
+    take_largest(scores, n, n_taken, chosen);
+    for (int64_t i = 0; i < choice->n_chosen; i++)
+        chosen[i] = i < n_taken ? (int32_t)(blocks[chosen[i] / size] * size + chosen[i] % size) : -1;
+}
+
+/* Takes the blocks whose best entries score highest, and the last one; writes over the scores. */
+static void take_blocks(const struct choice *choice, float *scores, int64_t seen, int32_t *blocks) {
+    const int64_t size = choice->block_size, n = (seen + size - 1) / size;
+    if (n <= choice->n_blocks) {
+        for (int64_t i = 0; i < choice->n_blocks; i++) blocks[i] = -1;
+        return;
+    }
+    for (int64_t block = 0; block < n; block++) {
+        float best = scores[block * size];
+        for (int64_t at = block * size + 1; at < (block + 1) * size && at < seen; at++)
+            best = scores[at] > best ? scores[at] : best;
+        scores[block] = best;
+    }
+    scores[n - 1] = INFINITY;
+    take_largest(scores, n, choice->n_blocks, blocks);
+}
+
 /* An item is a row whose positions have been scored. */
 static void choose_rows(const void *argument, int64_t begin, int64_t end) {
     const struct choice *choice = argument;
     for (int64_t item = begin; item < end; item++) {
         const int64_t row = choice->first_row + item, seen = seen_by(&choice->index, row) / choice->n_pooled;
         int32_t *chosen = choice->chosen + row * choice->n_chosen;
-        if (seen > choice->n_chosen)
-            take_largest(choice->scores + item * choice->stride, seen, choice->n_chosen, chosen);
-        else
+        int32_t *blocks = choice->blocks ? choice->blocks + row * choice->n_blocks : NULL;
+        float *scores = choice->scores + item * choice->stride;
+        if (seen <= choice->n_chosen)
             for (int64_t i = 0; i < choice->n_chosen; i++) chosen[i] = i < seen ? (int32_t)i : -1;
+        else if (blocks && !choice->makes_blocks && blocks[0] >= 0)
+            take_in_blocks(choice, scores, seen, blocks, chosen);
+        else
+            take_largest(scores, seen, choice->n_chosen, chosen);
+        if (blocks && choice->makes_blocks) take_blocks(choice, scores, seen, blocks);
     }
 }
 

@@ -136,7 +136,9 @@ INLINE struct place place_of(const struct slot_layer *stored, int64_t kv_head, i
 
 /* The positions that rows attend to, where they choose some: those with the `n_chosen` largest scores, of equal ones
  * the first, and all where there are no more. What is scored may be entries of `n_pooled` positions each: a row sees
- * those of which it sees all positions. */
+ * those of which it sees all positions. Where there are `blocks` of `block_size` entries each, a row has chosen among
+ * these, unless its first is -1; or with `makes_blocks` it also chooses them: the `n_blocks` with the best entries, and
+ * always the last one that it sees. */
 struct choice {
     struct attend index; /* scores positions by the slots' values, with one KV head; attends to nothing */
     struct attend attend;
@@ -147,6 +149,8 @@ struct choice {
     int64_t n_rows, n_chosen, n_pooled;
     int64_t stride; /* as many positions, or entries, as any row sees, in whole chunks */
     int64_t first_row, end_row; /* of those that are scored or gathered together */
+    int32_t *blocks;            /* [n_rows, n_blocks]: ascending, -1 behind the last; all -1 where a row sees no more */
+    int64_t n_blocks, block_size, makes_blocks;
 };
 
 /* Outputs of some queries: of a block so far, and of all blocks before, with the factors by which they are joined.
