@@ -45,7 +45,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 8,
         "sliding_window": 128,
         "index_topk": N_CHOSEN,
-        "candidate_topk_blocks": N_CHOSEN,
+        "candidate_topk_blocks": N_CHOSEN + 1,
     },
     "glm5_next_text": {
         "num_hidden_layers": 3,

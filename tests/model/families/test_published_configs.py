@@ -159,6 +159,56 @@ READ: dict[str, dict[str, Any]] = {
     "helium-1-2b": {"head_size": 128, "norm_eps": 1e-8, "rope": Rope(theta=1e5)},
     "deepseek-v4-flash": DEEPSEEK_V4,
     "deepseek-v4-flash-0731": DEEPSEEK_V4,
+    "deepseek-v4.1-flash": {
+        "rope": DEEPSEEK_V4["rope"],
+        "local_rope": DEEPSEEK_V4["local_rope"],
+        "norm_eps": 1e-20,
+        "tie_word_embeddings": False,
+        "compressed": Compressed(
+            window=128,
+            rates=(0, 0, *(2,) * 18, *(1,) * 20, 0),
+            sources=(0, 1, *(2,) * 6, *(8,) * 6, *(14,) * 6, *(20,) * 20),
+            blocks_from=20,
+            n_blocks=2048,
+            block_size=8,
+            indexer=Indexer(
+                n_heads=32,
+                head_size=128,
+                n_chosen=512,
+                interleaved=True,
+                rotates_last=True,
+                layers=(2, 8, 14, 20, 24, 28, 32, 36),
+            ),
+            head_size=512,
+            rope_size=64,
+            query_rank=1280,
+            n_groups=8,
+            output_rank=1024,
+        ),
+        "streams": Streams(
+            count=4,
+            kind=StreamKind.BALANCED,
+            eps=1e-6,
+            n_rounds=20,
+            has_head=False,
+            in_mtp=True,
+            is_lagged=True,
+        ),
+        "ngrams": Ngrams(
+            width=24 * 256,
+            longest=4,
+            heads_each=8,
+            least_rows=16_000_000,
+            divisor=1,
+            n_parts=1,
+            seed=0,
+            end_id=2,
+            n_taps=0,
+            layers=(1, 14),
+            n_classes=99092,
+        ),
+        "row_width": 4 * 5120 + 3 * 4 + 512 + 128,
+    },
     "deepseek-v3.2": {
         "max_positions": 163840,
         "indexer": Indexer(
@@ -419,15 +469,13 @@ def test_a_model_is_as_large_as_its_makers_say(name: str) -> None:
     assert billions == pytest.approx(BILLIONS[name], rel=0.025)
 
 
-def test_a_model_that_transformers_has_no_class_of_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedModelError, match="model_type = 'deepseek_v41' is not supported"):
-        read(published("deepseek-v4.1-flash"))
-
-
 @pytest.mark.filterwarnings("ignore:.*rope_scaling.* is deprecated:FutureWarning")
-@pytest.mark.parametrize("name", sorted(READ.keys() - {"kimi-k2", "llama-4-maverick"}))
+@pytest.mark.parametrize(
+    "name", sorted(READ.keys() - {"kimi-k2", "llama-4-maverick", "deepseek-v4.1-flash"})
+)
 def test_a_config_that_transformers_saved_again_means_the_same(name: str, tmp_path: Path) -> None:
-    """It does not read a name of Kimi's, and a number that Llama 4's first files have for true."""
+    """It does not read a name of Kimi's, a number that Llama 4's first files have for true, nor
+    DeepSeek-V4.1."""
     raw = published(name)
     plain = {key: value for key, value in raw.items() if key != "auto_map"}
     (tmp_path / "config.json").write_text(json.dumps(plain))
@@ -469,6 +517,12 @@ CHOSEN = "compressed_sparse_attention"
         ("deepseek-v4-flash", {"o_groups": 2**31 - 1}, "o_groups is 2147483647, expected 1 to 256"),
         ("deepseek-v4-flash", {"o_groups": 3}, "o_groups 3 do not divide"),
         ("deepseek-v4-flash", {"hc_sinkhorn_iters": 10**9}, "hc_sinkhorn_iters is 1000000000"),
+        ("deepseek-v4.1-flash", {"kv_source_layer_ids": [2, 8]}, r"\[2, 8\] do not make"),
+        ("deepseek-v4.1-flash", {"kv_source_layer_ids": [8, 2, 20]}, "do not make the entries"),
+        ("deepseek-v4.1-flash", {"index_source_layer_ids": [2]}, "do not make the entries"),
+        ("deepseek-v4.1-flash", {"compress_ratios": [0] * 39}, "not those of 40 layers"),
+        ("deepseek-v4.1-flash", {"compress_ratios": [0] * 20 + [3] * 20}, "do not divide a block"),
+        ("deepseek-v4.1-flash", {"candidate_topk_blocks": 3}, "3 of 8 entries do not hold 512"),
         ("deepseek-v4-flash", {"compress_rates": {CHOSEN: "x"}}, "compress_rates .* do not divide"),
         ("deepseek-v4-flash", {"compress_rates": {CHOSEN: -4}}, "compress_rates .* do not divide"),
         ("deepseek-v4-flash", {"compress_rates": {CHOSEN: 0}}, "compress_rates .* do not divide"),
@@ -479,8 +533,10 @@ CHOSEN = "compressed_sparse_attention"
 def test_a_damaged_config_is_refused_by_the_key(
     name: str, change: dict[str, Any], named: str
 ) -> None:
+    raw = published(name)
+    of_text = raw.get("text_config")
     with pytest.raises(CheckpointError, match=named):
-        read(published(name) | change)
+        read(raw | ({"text_config": of_text | change} if of_text else change))
 
 
 def test_a_language_model_whose_type_is_no_text_is_refused() -> None:
