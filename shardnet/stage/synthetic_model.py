@@ -298,9 +298,9 @@ class _Noise:
 
     def token_classes(self) -> Tensor:
         """Make as many classes as there are."""
-        ngrams = self._config.ngrams
-        assert ngrams is not None
-        return torch.arange(self._config.vocab_size) % ngrams.n_classes
+        own = self._config.ngrams
+        assert own is not None
+        return torch.arange(max(self._config.vocab_size, own.end_id + 1)) % own.n_classes
 
     def matrix(self, name: str, *, rows: Axis | None = None) -> Tensor:
         """Make a matrix."""

@@ -60,7 +60,7 @@ from shardnet.stage.streaming.layer_stream import LayerStream
 from shardnet.stage.streaming.streamed_linear import ExpertPool, Place, StoredLinear, StreamedLinear
 from shardnet.stage.tensor_reader import Progress, TensorReader
 from shardnet.stage.weight_digests import WeightDigests
-from shardnet.tokenizers.token_classes import token_classes
+from shardnet.tokenizers.tokenizer import token_classes
 from shardnet.types import ANY_ROWS, Arith, DType
 
 _EXPERT: Final = re.compile(r"\.experts\.(\d+)\.")
@@ -351,7 +351,7 @@ class StageWeights:
     def token_classes(self) -> Tensor:
         """Return the classes of tokens by the checkpoint's tokenizer, as many as the config says.
 
-        Raises CheckpointError as `tokenizers.token_classes` does.
+        Raises CheckpointError as `tokenizer.token_classes` does.
         """
         config = self._config
         assert config.ngrams is not None

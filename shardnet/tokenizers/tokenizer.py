@@ -11,9 +11,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import threading
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, Protocol, Self
 from weakref import WeakValueDictionary
@@ -287,7 +289,7 @@ class Tokenizer:
         place = tokenizer_place(path)  # a GGUF file has nothing beside it
         if not any(tokenizer_files(place)):
             return None
-        key = (place, stamp_of(place))
+        key = (place, _stamp(place))
         description = _KNOWN.get(key)
         coder = TextProcess(place, b"" if description is None else description.digest)
         begun(coder)
@@ -478,17 +480,53 @@ def no_tokenizer(model: object, what: str) -> CheckpointError:
     )
 
 
-Stamp = tuple[tuple[str, int, int], ...]
+_Stamp = tuple[tuple[str, int, int], ...]
 
-_KNOWN: WeakValueDictionary[tuple[Path, Stamp], Description] = WeakValueDictionary()
+_KNOWN: WeakValueDictionary[tuple[Path, _Stamp], Description] = WeakValueDictionary()
 """The descriptions in use: a node that has the head and the tail of a ring reads files once."""
 
 
-def stamp_of(place: Path) -> Stamp:
+def _stamp(place: Path) -> _Stamp:
     """Return name, size and time of change of a tokenizer's files and those beside it."""
     files = sorted(place / name for name in ID_FILES) if place.is_dir() else [place]
     found = [(file.name, find_file(file)) for file in files]
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in found if stat)
+
+
+_turn = threading.Lock()
+"""Held while classes are found, so that stages that load side by side find them once."""
+
+
+def token_classes(path: Path, n_tokens: int, n_classes: int) -> bytearray:
+    """Return the classes of a checkpoint's first ids, int32 each: found once for each folder.
+
+    Blocks. Raises CheckpointError if there is no tokenizer, it fails or exceeds its limits, or its
+    classes are not `n_classes`.
+    """
+    place = tokenizer_place(path)
+    with _turn:
+        found = bytearray(_classes(place, _stamp(place), n_tokens))
+    if len(found) != 4 * n_tokens:
+        raise CheckpointError(
+            f"{path} has no tokenizer ({NAMES}), by which its n-grams are hashed",
+            remedy="add its files",
+        )
+    if (n_found := len({*memoryview(found).cast("i")})) != n_classes:
+        raise CheckpointError(
+            f"{path}: the texts of {n_tokens} tokens are {n_found} but for case, accents and "
+            f"spaces; engram_compressed_vocab_size is {n_classes}",
+            remedy="fetch the checkpoint's tokenizer again",
+        )
+    return found
+
+
+@lru_cache(maxsize=4)
+def _classes(place: Path, stamp: _Stamp, n_tokens: int) -> bytes:
+    process = TextProcess(place)
+    try:
+        return process.classes(n_tokens)
+    finally:
+        process.close()
 
 
 def check_token_ids(

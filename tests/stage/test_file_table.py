@@ -249,23 +249,47 @@ def test_a_file_that_has_changed_is_told_by_the_step_that_reads_it(folder: Path)
         chain.step(Rows(slot=0, position=0, ids=PROMPT, n_sampled=1))
 
 
-def in_fp8(folder: Path, target: Path) -> tuple[Path, Path]:
-    """Store tables in FP8 with one scale for each, as Qwen does, and the same values plainly."""
+Scales = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Makes the scales of a table as they are stored, and of each of its weights."""
+
+
+def each_row(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A scale for each row, in float32."""
+    scales = 0.01 + 0.1 * torch.rand(len(table), generator=torch.Generator().manual_seed(3))
+    return scales, scales[:, None].expand_as(table)
+
+
+def each_part(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A power of two for 32 columns of each row, as in DeepSeek-V4.1."""
+    generator = torch.Generator().manual_seed(3)
+    exponents = torch.randint(-9, 4, (len(table), table.shape[1] // 32), generator=generator)
+    scales = torch.exp2(exponents.float()).to(torch.float8_e8m0fnu)
+    return scales, scales.float().repeat_interleave(32, 1)
+
+
+def in_fp8(folder: Path, target: Path, made: Scales | None = None) -> tuple[Path, Path]:
+    """Store tables in FP8 with one scale for each, as Qwen does, and the same values plainly.
+
+    Or with the scales that are `made`.
+    """
     [file] = folder.glob("*.safetensors")
     stored = load_file(file)
     coded, plain = dict(stored), dict(stored)
     for name, number in tables_of(stored):
         scale = torch.tensor([0.03 + number / 100], dtype=torch.bfloat16)
         stem = name.partition(".shard_")[0]
-        coded[name] = (stored[name] / scale.float()).to(torch.float8_e4m3fn)
-        coded[f"{stem}.weight_scale"] = scale
-        plain[name] = coded[name].float() * scale.float()
+        if made is not None:
+            stem = name.removesuffix(".weight")
+        kept, each = (scale, scale.float()) if made is None else made(stored[name])
+        coded[name] = (stored[name] / each).to(torch.float8_e4m3fn)
+        coded[f"{stem}.weight_scale"] = kept
+        plain[name] = coded[name].float() * each
     for path, tensors in ((target / "fp8", coded), (target / "plain", plain)):
         path.mkdir(parents=True)
         save_file(tensors, path / "model.safetensors", {"format": "pt"})
         raw = json.loads((folder / "config.json").read_text())
         if path.name == "fp8":
-            raw["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+            raw["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [32, 32]}
         (path / "config.json").write_text(json.dumps(raw))
     return target / "fp8", target / "plain"
 
@@ -273,7 +297,7 @@ def in_fp8(folder: Path, target: Path) -> tuple[Path, Path]:
 def tables_of(stored: dict[str, torch.Tensor]) -> Iterator[tuple[str, int]]:
     """List the parts of tables, with the number of their layer."""
     for name in stored:
-        if ".ngram_embedding.shard_" in name:
+        if ".ngram_embedding.shard_" in name and name.endswith(".weight"):
             yield name, int(name.partition("layers.")[2].partition(".")[0])
 
 
@@ -286,15 +310,38 @@ def test_rows_in_fp8_with_a_scale_are_what_they_stand_for(folder: Path, tmp_path
     assert sizes[1] == 4 * sizes[0] > 0
 
 
-def test_rows_in_fp8_with_a_scale_each_are_refused(folder: Path, tmp_path: Path) -> None:
-    coded, _ = in_fp8(folder, tmp_path)
+@pytest.mark.parametrize("made", [each_row, each_part])
+def test_rows_in_fp8_with_scales_of_their_own_are_what_they_stand_for(
+    made: Scales, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codes and scales lie in two tensors, and rows of both are read ahead and looked up."""
+    wide = CASE | {"ple_embed_dim": 4 * 64}
+    folder = make_decoder(tmp_path / "wide", "qwen4_exp_text", with_tokenizer=False, **wide)
+    coded, plain = in_fp8(folder, tmp_path, made)
+    chain, other, reads = load(coded), load(plain), Reads(monkeypatch)
+    read_ahead(chain.stages[0])
+    batch = batch_of([Rows(slot=0, position=0, ids=PROMPT, n_sampled=1)])
+    answer = chain.stages[0].forward(batch, None)
+    assert reads.read == reads.ahead
+    row_bytes = 4 if made is each_row else 2
+    assert {n_bytes for _, n_bytes in reads.read} == {64, row_bytes}
+    assert torch.equal(answer, other.stages[0].forward(batch, None))
+    sizes = [sum(stored_layers(Checkpoint.open(path)).looked_up) for path in (coded, plain)]
+    assert sizes[1] // 256 == sizes[0] // (64 + row_bytes) > 0
+
+
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_rows_in_fp8_with_scales_of_blocks_or_of_the_other_kind_are_refused(
+    kind: torch.dtype, folder: Path, tmp_path: Path
+) -> None:
+    coded, _ = in_fp8(folder, tmp_path, each_row)
     file = coded / "model.safetensors"
     stored = load_file(file)
     for name, _ in list(tables_of(stored)):
-        stem, _, number = name.removesuffix(".weight").partition(".shard_")
-        stored.pop(f"{stem}.weight_scale", None)
         n_rows = stored[name].shape[0]
-        stored[f"{stem}.shard_{number}.weight_scale"] = torch.ones(n_rows)
+        n_scales = -(-n_rows // 32) if kind is torch.float8_e4m3fn else n_rows
+        stored[name] = stored[name].to(kind)
+        stored[f"{name.removesuffix('.weight')}.weight_scale"] = torch.ones(n_scales, 1)
     save_file(stored, file, {"format": "pt"})
     with pytest.raises(CheckpointError, match="is not stored as rows, which are looked up there"):
         load(coded)

@@ -15,7 +15,7 @@ from support.models.family_cases import CASES
 from support.models.gguf_files import write_gguf
 from support.rings.stage_chain import CPU, Rows, StageChain, probed, random_prompt
 from support.rings.stage_forms import form_of
-from test_file_table import in_fp8
+from test_file_table import each_part, in_fp8
 from test_file_table import node as make_node
 
 from shardnet.checkpoint.checkpoint import Checkpoint
@@ -90,12 +90,18 @@ def load(folder: Path) -> StageChain:
 
 
 def made(form: str, folder: Path) -> Path:
-    """A model with tables in float32, in FP8 with a scale, or in a GGUF."""
-    own = SIZES | (OF_GGUF if form == "gguf" else {})
+    """A model with tables in float32, in FP8 with a scale or some for each row, or in a GGUF.
+
+    Or one with Engram's, whose rows are of classes of tokens.
+    """
+    if form == "engram":
+        sizes = {"num_hidden_layers": 4, "engram_vocab_size": 3000, "engram_n_heads": 1}
+        return make_decoder(folder / "model", "deepseek_v41", engram_layer_ids=[1, 2], **sizes)
+    own = SIZES | {"gguf": OF_GGUF, "scales": {"ple_embed_dim": 4 * 64}}.get(form, {})
     sizes = CASES["qwen4_exp_text"] | own
     source = make_decoder(folder / "model", "qwen4_exp_text", with_tokenizer=False, **sizes)
-    if form == "fp8":
-        source, _ = in_fp8(source, folder)
+    if form in ("fp8", "scales"):
+        source, _ = in_fp8(source, folder, each_part if form == "scales" else None)
     return write_gguf(source, folder / "model.gguf") if form == "gguf" else source
 
 
@@ -107,7 +113,7 @@ def elsewhere(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Elsewh
     elsewhere.source.close()
 
 
-@pytest.mark.parametrize("elsewhere", ["float32", "fp8", "gguf"], indirect=True)
+@pytest.mark.parametrize("elsewhere", ["float32", "fp8", "scales", "gguf", "engram"], indirect=True)
 def test_bits_are_those_of_files_here_and_a_step_asks_once_for_all_tables(
     elsewhere: Elsewhere,
 ) -> None:

@@ -183,6 +183,10 @@ class HollowWeights:
         """See WeightSource."""
         return SomeRows(self.table(names[0]), rows_of)
 
+    def token_classes(self) -> Tensor:
+        """See WeightSource: all tokens are of one."""
+        return torch.zeros(1 << 18, dtype=torch.int64)
+
     def matrix(self, name: str, *, rows: Axis | None = None) -> Tensor:
         """See WeightSource."""
         return torch.empty(*self._shapes[f"{name}.weight"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from support.models.family_cases import CASES as FAMILIES
 from support.needs import needs_vectors
 from support.rings.stage_chain import probed
 
+from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import CapacityError, CheckpointError, UnsupportedModelError
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.kernels.linear import Linear, make_linear
@@ -36,6 +38,7 @@ from shardnet.runtime.processors.processor_use import ProcessorUse
 from shardnet.stage import synthetic_model
 from shardnet.stage.estimate.memory_estimate import WeightForm, layer_weight_bytes
 from shardnet.stage.synthetic_model import (
+    CONTEXT,
     MAX_HEAD_BYTES,
     UNCACHED_BYTES,
     StepTimes,
@@ -139,6 +142,15 @@ def test_products_are_measured_with_weights_as_narrow_as_loaded_ones(
     SyntheticModel(model, choice, torch.device("cpu"), no_tick)
     assert made
     assert all(isinstance(product, PanelLinear) for product in made)
+
+
+def test_tokens_that_are_measured_with_have_classes_without_a_tokenizer(tmp_path: Path) -> None:
+    """Where a slice of the vocabulary is taken, too, behind which a text's beginning may be."""
+    path = make_decoder(tmp_path, "deepseek_v41", num_hidden_layers=4, engram_pad_token_id=290)
+    sample = replace(Checkpoint.open(path).config, vocab_size=100, max_positions=CONTEXT)
+    choice = probed(torch.device("cpu"), DType.FLOAT32, None)
+    model = SyntheticModel(sample, choice, torch.device("cpu"), no_tick)
+    assert model.step(3).layers_s > 0
 
 
 def windows_of(durations_s: Iterable[float]) -> list[float]:
