@@ -48,8 +48,8 @@ class FollowedChoices:
         def positions(*given: Any) -> Tensor | None:
             return note(choose(*given), 1, given[-1])
 
-        def entries(*given: Any) -> Tensor | None:
-            return note(choose_entries(*given), given[3], given[-1])
+        def entries(*given: Any, **more: Any) -> Tensor | None:
+            return note(choose_entries(*given, **more), given[3], given[-1])
 
         with (
             mock.patch.object(position_indexer, "choose", positions),
