@@ -38,8 +38,8 @@ from shardnet.types import Epoch, LayerRange, LiveState, SequenceId
 @pytest.fixture(
     scope="module",
     params=cases(
-        ["qwen3_5_text", "lfm2", "falcon_h1", "deepseek_v4", "deepseek_v41_text"],
-        ["nemotron_h", "kimi_linear", "qwen4_exp_text", "glm5_next_text"],
+        ["qwen3_5_text", "lfm2", "falcon_h1", "deepseek_v4"],
+        ["nemotron_h", "kimi_linear", "qwen4_exp_text", "glm5_next_text", "deepseek_v41_text"],
     ),
 )
 def family(request: pytest.FixtureRequest) -> str:

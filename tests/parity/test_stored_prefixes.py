@@ -47,10 +47,10 @@ PENALISED = SamplingParams(temperature=0.7, seed=5, repetition_penalty=1.3, n_lo
 @pytest.fixture(
     scope="module",
     params=cases(
-        ["llama", "gemma3_text", "qwen3_next", "deepseek_v4", "deepseek_v41_text"],
+        ["llama", "gemma3_text", "qwen3_next", "deepseek_v4"],
         [
             *("mistral", "deepseek_v2", "kimi_linear", "glm5_next_text", "qwen4_exp_text", "hy_v4"),
-            *("lfm2", "falcon_h1", "nemotron_h"),
+            *("lfm2", "falcon_h1", "nemotron_h", "deepseek_v41_text"),
         ],
     ),
 )

@@ -114,8 +114,6 @@ def write_deepseek_v41(
     kind = torch.bfloat16 if is_published else dtype
     whole["text_config"]["tie_word_embeddings"] = False
     whole["dtype"] = str(kind).removeprefix("torch.")
-    if not is_published:
-        del whole["quantization_config"]
     made = random_tensors(whole["text_config"], seed)
     stored = {}
     for name, tensor in made.items():
