@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, cast
 
 import torch
 from torch import Tensor
@@ -53,9 +53,11 @@ from shardnet.model.layers.modules import GatedMlp, SelfAttention
 from shardnet.model.layers.native_attention import MAX_HEAD
 from shardnet.model.layers.norms import HeadNorm
 from shardnet.model.layers.rotary import Rotary
-from shardnet.model.layers.streams import Mixer
+from shardnet.model.layers.streams import LaggedMixer, Mixer, StreamMixer
+from shardnet.model.mixers.compressed_attention import SharingSublayer
 from shardnet.model.mixers.gated_delta import GatedDeltaNet
 from shardnet.model.mixers.mixed_attention import GatedAttention
+from shardnet.model.mixers.short_conv import NgramSublayer
 from shardnet.model.shards.gathered import JoinedLinear
 
 
@@ -79,6 +81,15 @@ class NativeMixer:
         """Join rows [T, N x E] for a sub-layer of [T, E], and share out what it gives."""
         if streams.dtype not in (torch.float32, torch.bfloat16):
             return self._mixer.around(streams, sublayer)
+        return self.given(streams, None, sublayer)[0]
+
+    def given(
+        self, streams: Tensor, before: Tensor | None, sublayer: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Join by the factors `before` a sub-layer, if given; see StreamMixer."""
+        if streams.dtype not in (torch.float32, torch.bfloat16):
+            assert isinstance(self._mixer, StreamMixer)
+            return self._mixer.given(streams, before, sublayer)
         own, n_rows, item = self._arguments, len(streams), streams.itemsize
         streams = streams.contiguous()
         joined, out = streams.new_empty(n_rows, own.width), torch.empty_like(streams)
@@ -88,30 +99,67 @@ class NativeMixer:
         count = own.streams.count
         mixes = torch.empty(n_rows, count * (count + 2))  # the sub-layer has the scratch memory
         own.inner, own.streams.mixes = joined.data_ptr(), mixes.data_ptr()
+        own.streams.given = _address_of_given(before, n_rows, count)
         self._join(own)
         inner = sublayer(joined).contiguous()
         check_memory("what a sub-layer gives", inner, joined.nbytes, streams.dtype)
         own.inner = inner.data_ptr()
         self._share(own)
-        return out
+        return out, mixes[:, :count]
+
+
+def _address_of_given(before: Tensor | None, n_rows: int, count: int) -> int | None:
+    if before is None:
+        return None
+    check_memory("factors of streams", before, 4 * n_rows * count, torch.float32)
+    return before.data_ptr()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeLagged:
+    """An MLP by the library, whose streams are mixed by the factors of the sub-layer before."""
+
+    mixer: LaggedMixer
+    native: NativeMlp | NativeExperts
+
+    def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
+        """Run rows [T, N x E and more] through it in layer `index` within the stage: the same."""
+
+        def mix(own: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+            count, streams = self.mixer.count, self.native.residual.streams
+            mixes = torch.empty(len(own), count * (count + 2))
+            streams.given = _address_of_given(before, len(own), count)
+            streams.mixes = mixes.data_ptr()
+            return self.native(own, index, rotary, step), mixes[:, :count]
+
+        return self.mixer.lagged(hidden, mix)
 
 
 def native_streams(sublayer: Sublayer) -> Sublayer:
     """Return a sub-layer whose streams the library mixes; itself where it has or can have none."""
     kernels = native_kernels()
+    if isinstance(sublayer, NgramSublayer):
+        return replace(sublayer, attention=native_streams(sublayer.attention))
     if kernels is None or not isinstance(
-        sublayer, AttentionSublayer | MlpSublayer | ExpertsSublayer
+        sublayer, AttentionSublayer | SharingSublayer | MlpSublayer | ExpertsSublayer
     ):
         return sublayer
     residual = sublayer.residual
     if not isinstance(residual, StreamResidual):
         return sublayer
-    linears = mixer_linears(residual.mixer)
+    lagged = residual.mixer if isinstance(residual.mixer, LaggedMixer) else None
+    inner = residual.mixer if lagged is None else cast(StreamMixer, lagged.mixer)
+    linears = mixer_linears(inner)
     if linears is None:
         return sublayer
-    width = linears[0].shape[1] // residual.mixer.count
-    mixer = NativeMixer(residual.mixer, width, kernels)
-    return replace(sublayer, residual=replace(residual, mixer=mixer))
+    if lagged is not None and isinstance(sublayer, MlpSublayer | ExpertsSublayer):
+        usual = replace(sublayer, residual=replace(residual, mixer=inner))
+        native = _native_mlp(usual, kernels)
+        if native is not None:
+            return NativeLagged(mixer=lagged, native=native)
+    mixer = NativeMixer(inner, linears[0].shape[1] // inner.count, kernels)
+    own = mixer if lagged is None else replace(lagged, mixer=mixer)
+    return replace(sublayer, residual=replace(residual, mixer=own))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

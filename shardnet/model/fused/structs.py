@@ -65,7 +65,7 @@ class StreamsStruct(ctypes.Structure):
     _fields_ = (
         *fields(ctypes.c_void_p, "project", "up", "inject", "base", "scale"),
         ("norm", NormStruct),
-        *fields(ctypes.c_void_p, "scratch", "normed", "inner", "gates", "shares", "mixes"),
+        *fields(ctypes.c_void_p, "scratch", "normed", "inner", "gates", "shares", "mixes", "given"),
         *fields(ctypes.c_int64, "count", "n_inner", "row_bytes"),
         *fields(ctypes.c_float, "eps", "magnitude"),
         *fields(ctypes.c_int32, "kind", "n_rounds"),
@@ -194,6 +194,8 @@ class ResidualStruct(ctypes.Structure):
         self.inner = begin
         begin += aligned(n_rows * self.width * item)
         for name, size in self.streams.buffers(n_rows, self.width, item).items():
+            if name == "mixes" and self.streams.given:
+                continue  # who gives factors has memory for those of the next sub-layer
             setattr(self.streams, name, begin)
             begin += aligned(size)
 

@@ -115,18 +115,17 @@ class StreamMixer:
 
     def around(self, streams: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
         """Join rows [T, N x E] for a sub-layer of [T, E], and share out what it gives."""
-        mixes = self(streams)
-        return self.share_out(streams, mixes, mixes.before, sublayer)
+        return self.given(streams, None, sublayer)[0]
 
-    def share_out(
-        self,
-        streams: Tensor,
-        mixes: Mixes,
-        before: Tensor,
-        sublayer: Callable[[Tensor], Tensor],
-    ) -> Tensor:
-        """Join rows [T, N x E] by factors `before` it, and share out what a sub-layer gives."""
-        count = self.config.count
+    def given(
+        self, streams: Tensor, before: Tensor | None, sublayer: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Join by the factors `before` a sub-layer, if given, in the place of its own.
+
+        Returns the latter, too: float32 [T, N].
+        """
+        mixes, count = self(streams), self.config.count
+        before = mixes.before if before is None else before
         wide = streams.float().view(len(streams), count, -1)
         inner = sublayer(weighted(wide, before).to(streams.dtype)).float()
         parts = []
@@ -135,7 +134,20 @@ class StreamMixer:
             if mixes.across is not None:
                 kept = weighted(wide, mixes.across[:, :, stream])
             parts.append(inner * mixes.behind[:, stream, None] + kept)
-        return torch.cat(parts, -1).to(streams.dtype)
+        return torch.cat(parts, -1).to(streams.dtype), mixes.before
+
+
+class GivenMixer(Protocol):
+    """What mixes streams by factors from elsewhere, and makes those for elsewhere."""
+
+    @property
+    def count(self) -> int:
+        """How many streams there are, N."""
+
+    def given(
+        self, streams: Tensor, before: Tensor | None, sublayer: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """See StreamMixer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +157,7 @@ class LaggedMixer:
     Rows have these behind the streams, in pieces, and further columns that pass.
     """
 
-    mixer: StreamMixer
+    mixer: GivenMixer
     width: int  # N x E
 
     @property
@@ -155,11 +167,16 @@ class LaggedMixer:
 
     def around(self, streams: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
         """Join rows [T, N x E and more] for a sub-layer of [T, E], and share out what it gives."""
-        own, n_pieces = streams[:, : self.width], N_PIECES * self.count
+        return self.lagged(streams, lambda own, before: self.mixer.given(own, before, sublayer))
+
+    def lagged(
+        self, streams: Tensor, mix: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        """Do what `mix` does with streams [T, N x E] and factors before [T, N], both new then."""
+        own, n_pieces = streams[:, : self.width].contiguous(), N_PIECES * self.count
         before = from_pieces(streams[:, self.width : self.width + n_pieces])
-        mixes = self.mixer(own)
-        mixed = self.mixer.share_out(own, mixes, before, sublayer)
-        pieces = to_pieces(mixes.before, streams.dtype)
+        mixed, before = mix(own, before)
+        pieces = to_pieces(before, streams.dtype)
         return torch.cat((mixed, pieces, streams[:, self.width + n_pieces :]), -1)
 
 

@@ -81,12 +81,13 @@ INLINE TARGET void NAME(join_streams_some)(const struct residual *r, int64_t beg
     const int64_t n = s->count;
     for (int64_t row = begin; row < end; row++) {
         float *mixes = s->mixes + row * n * (n + 2);
+        const float *before = s->given ? s->given + row * n : mixes;
         if (s->kind != GATED) NAME(mix_row)(s, row);
         for (int64_t i = 0; i < r->width; i += LANES) {
             const int m = of_last(r->width, i);
             const int64_t place = row * n * r->width + i;
             const lanes joined = s->kind == GATED ? NAME(gated)(r, place, m, is_bf16)
-                                                  : NAME(weighted)(r, place, mixes, 1, m, is_bf16);
+                                                  : NAME(weighted)(r, place, before, 1, m, is_bf16);
             NAME(save)(r->inner, row * r->width + i, m, joined, is_bf16);
         }
         if (s->kind != GATED) continue;

@@ -50,6 +50,7 @@ struct streams {
     void *inner;               /* scratch [n_rows, n_inner]: what `project` gives, of the same type */
     void *gates, *shares;      /* GATED: scratch [n_rows, count, width], and what `inject` gives [n_rows, count] */
     float *mixes;              /* [n_rows, count * (count + 2)]: before, behind and across, from the join on */
+    const float *given;        /* [n_rows, count]: in the place of those before, which are another sub-layer's; or NULL */
     int64_t count, n_inner;    /* 0: there is one stream */
     int64_t row_bytes;         /* of `scratch`, for each row */
     float eps, magnitude;
