@@ -139,17 +139,18 @@ class TextBackend:
         """Number what ids' texts are but for case, accents and spaces, in order of appearance.
 
         As Engram (arXiv 2601.07372) does; an id whose text is not whole characters is by itself.
+        Ids behind the last token, which no text has, are of the first class.
         """
         numbers: dict[str | None, int] = {}
         backend, normalize, n_decoded = self.loaded.backend, _alike().normalize_str, 1 << 12
-        found = []
-        for begin in range(0, n_tokens, n_decoded):
-            ids = range(begin, min(n_tokens, begin + n_decoded))
+        found, n_known = [], min(n_tokens, backend.get_vocab_size())
+        for begin in range(0, n_known, n_decoded):
+            ids = range(begin, min(n_known, begin + n_decoded))
             texts = backend.decode_batch([[one] for one in ids], skip_special_tokens=False)
             for token_id, text in zip(ids, texts, strict=True):
                 key = backend.id_to_token(token_id) if "\ufffd" in text else normalize(text) or text
                 found.append(numbers.setdefault(key, len(numbers)))
-        return found
+        return found + [0] * (n_tokens - n_known)
 
     def table(self) -> TokenTable:
         """Make the table of all tokens.
