@@ -70,6 +70,19 @@ class Blocks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Entries:
+    """What rows choose among of each span: entries of `n_pooled` positions, of which they see all.
+
+    `keys` [N, D] are contiguous but for what may stand between them. With `blocks` rows choose
+    among the entries of theirs.
+    """
+
+    keys: Sequence[Tensor]
+    n_pooled: int
+    blocks: Blocks | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionKind:
     """The variant of attention of one layer.
 
@@ -274,10 +287,7 @@ def native_choose(
     layer: int,
     spans: NativeSpans,
     kv: KvCache,
-    *,
-    n_pooled: int = 1,
-    entries: Sequence[Tensor] = (),
-    blocks: Blocks | None = None,
+    entries: Entries | None = None,
 ) -> Tensor | None:
     """Choose the positions that score highest: int32 [T, n_chosen], ascending, -1 behind the last.
 
@@ -285,24 +295,24 @@ def native_choose(
     [T, H, D] times the key that the slot has of a position among its values. Of equal scores the
     first positions are chosen. None as `native_attend`.
 
-    With `entries` those of each span are chosen instead, of `n_pooled` positions each, of which a
-    row sees all: keys [entries, D], contiguous but for what may stand between them. With `blocks`
-    rows choose among those of their blocks.
+    With `entries` those of each span are chosen instead.
     """
     kernels, rows, kind = native_kernels(), queries.contiguous(), AttentionKind(scale=1.0)
     struct = _bound(rows, 1, 0, layer, spans, kv, kind)
     if kernels is None or struct is None:
         return None
     check_memory("the weights of an index", weights, 4 * len(rows) * rows.shape[1], torch.float32)
-    places = np.zeros((len(entries), 5), np.int64)
+    n_pooled = 1 if entries is None else entries.n_pooled
+    keys = [] if entries is None else entries.keys
+    places = np.zeros((len(keys), 5), np.int64)
     table = spans.spans.copy()
-    if entries:
-        places[:, 1] = [keys.data_ptr() for keys in entries]
-        places[:, 3] = [len(keys) for keys in entries]
-        table[:, 0] = places.ctypes.data + places.strides[0] * np.arange(len(entries))
+    if keys:
+        places[:, 1] = [own.data_ptr() for own in keys]
+        places[:, 3] = [len(own) for own in keys]
+        table[:, 0] = places.ctypes.data + places.strides[0] * np.arange(len(keys))
         struct.spans, struct.layer, struct.group = table.ctypes.data, 0, 0
-        struct.row_bytes = entries[0].stride(0) * entries[0].element_size()
-        struct.kv_is_bf16 = entries[0].dtype is torch.bfloat16
+        struct.row_bytes = keys[0].stride(0) * keys[0].element_size()
+        struct.kv_is_bf16 = keys[0].dtype is torch.bfloat16
     chosen = torch.empty(len(rows), n_chosen, dtype=torch.int32)
     most = max(position + end - start for _, start, end, position, _ in spans.spans)
     stride = -(-max(1, int(most) // n_pooled) // CHUNK) * CHUNK
@@ -312,7 +322,7 @@ def native_choose(
     )
     choice.weights, choice.chosen = weights.data_ptr(), chosen.data_ptr()
     choice.scores, choice.stride = scores.data_ptr(), stride
-    if blocks is not None:
+    if entries is not None and (blocks := entries.blocks) is not None:
         check_memory("blocks of entries", blocks.numbers, 4 * blocks.numbers.numel(), torch.int32)
         choice.blocks, choice.n_blocks = blocks.numbers.data_ptr(), blocks.numbers.shape[1]
         choice.block_size, choice.makes_blocks = blocks.size, blocks.are_new

@@ -16,7 +16,7 @@ from torch import Tensor
 from shardnet.model.cache.kv_cache import Pool
 from shardnet.model.config.model_config import N_DIGITS, Indexer, ModelConfig
 from shardnet.model.layers.attention import Choose, ForwardStep
-from shardnet.model.layers.native_attention import Blocks, native_choose
+from shardnet.model.layers.native_attention import Blocks, Entries, native_choose
 from shardnet.model.layers.norms import HeadNorm, row_softmax
 from shardnet.model.layers.rotary import Rotary
 from shardnet.model.layers.weight_source import WeightSource
@@ -237,7 +237,8 @@ def choose_entries(
         return None
     if step.native_spans is not None:
         given = (queries, weights, n_chosen, 0, step.native_spans, step.kv)
-        native = native_choose(*given, n_pooled=n_pooled, entries=entries, blocks=blocks)
+        own = Entries(keys=entries, n_pooled=n_pooled, blocks=blocks)
+        native = native_choose(*given, entries=own)
         if native is not None:
             return native
     return _chosen_in_torch(queries, weights, n_chosen, n_pooled, entries, step, blocks)
