@@ -217,6 +217,22 @@ class Client:
                     return
                 yield answer
 
+    async def reports(
+        self, within_s: float, *, probe: bool = False, with_peers: bool = True, model: str = ""
+    ) -> tuple[list[ReportReply], str]:
+        """Return the reports that come in time, as of `report`, and what cut them short, or ""."""
+        replies: list[ReportReply] = []
+        reports = self.report(probe=probe, with_peers=with_peers, model=model)
+        try:
+            async with asyncio.timeout(within_s), contextlib.aclosing(reports) as answers:
+                async for reply in answers:
+                    replies.append(reply)
+        except ShardnetError as error:
+            return replies, str(error)
+        except TimeoutError:
+            return replies, f"it took longer than {within_s:g} s"
+        return replies, ""
+
     async def models(
         self, *, with_peers: bool = True, names_only: bool = False, model: str = ""
     ) -> AsyncGenerator[ModelsListed, None]:

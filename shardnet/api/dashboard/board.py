@@ -10,7 +10,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Final
 
@@ -124,17 +124,7 @@ class Watcher:
         self._looked_s = self.now_s
 
     async def _look_at_nodes(self) -> None:
-        replies: list[ReportReply] = []
-        failure = ""
-        try:
-            reports = aclosing(self.client.report(with_peers=True))
-            async with asyncio.timeout(ANSWER_S), reports as answers:
-                async for reply in answers:
-                    replies.append(reply)
-        except ShardnetError as error:
-            failure = str(error)
-        except TimeoutError:
-            failure = f"it did not answer within {ANSWER_S:g} s"
+        replies, failure = await self.client.reports(ANSWER_S)
         own = self.nodes.take(replies, self.now_s)
         if own is None:
             self.failure = failure or "it gave no report"
