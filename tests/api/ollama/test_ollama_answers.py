@@ -263,7 +263,7 @@ def test_a_model_is_pulled_with_progress(monkeypatch: pytest.MonkeyPatch) -> Non
         method="POST",
         path="/pull",
         summary="",
-        handle=Pulls(pulled),
+        handle=Pulls(pulled).pull,
         dialect=OLLAMA,
         body=OllamaPull,
     )
@@ -300,7 +300,7 @@ def test_a_pull_that_is_given_up_leaves_no_task() -> None:
         async with served() as server:
             exchange = Exchange(service=server.service, request_id="1", path_parameters={})
             before = asyncio.all_tasks()
-            reply = await Pulls(pulling)(exchange, OllamaPull(model="org/name"))
+            reply = await Pulls(pulling).pull(exchange, OllamaPull(model="org/name"))
             assert isinstance(reply, Stream)
             assert b"manifest" in await anext(reply.chunks)
             waiting = asyncio.ensure_future(anext(reply.chunks))
