@@ -32,6 +32,7 @@ from shardnet.api.server.errors import HttpError, refused, too_many
 from shardnet.api.server.keys import ApiKey
 from shardnet.api.server.service import Exchange, Service
 from shardnet.errors import ShardnetError
+from shardnet.transport.loop import cancel_all
 
 AT_ONCE: Final = 8
 """Requests of batches that a server works on at one time."""
@@ -279,8 +280,7 @@ class Batches:
             async with asyncio.TaskGroup() as tasks:
                 for _ in range(min(AT_ONCE, len(batch.lines))):
                     tasks.create_task(self._work(service, batch, endpoint, left))
-            telling.cancel()
-            await asyncio.gather(telling, return_exceptions=True)
+            await cancel_all(telling)
             await self._finish(service, owner, batch)
             service.settings.log(_line(batch.described))
         finally:

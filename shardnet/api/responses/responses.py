@@ -52,6 +52,7 @@ from shardnet.api.server.endpoint import (
 from shardnet.api.server.errors import Fault, HttpError, fault_of, refused, too_many
 from shardnet.api.server.service import Exchange
 from shardnet.errors import ContextExceededError, ShardnetError, UsageError, shown
+from shardnet.transport.loop import cancel_all
 from shardnet.types import whole_number
 
 _PREFIX: Final = "resp_"
@@ -278,8 +279,7 @@ class Responses:
                 response.status = "cancelled"
             except Exception as error:
                 last = [failed_event(fault_of(error), response, len(log.events))]
-            running.tasks[1].cancel()
-            await asyncio.gather(running.tasks[1], return_exceptions=True)
+            await cancel_all(running.tasks[1])
             await keep(log.packed(last))
             exchange.service.settings.log(f"{response.id} {response.status}")
         finally:

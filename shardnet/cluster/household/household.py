@@ -40,6 +40,7 @@ from shardnet.errors import (
     UsageError,
 )
 from shardnet.transport.link import Link
+from shardnet.transport.loop import cancel_all
 from shardnet.types import NodeId
 from shardnet.wire.messages.control import Done, Redirect
 from shardnet.wire.messages.generation import Unload
@@ -136,9 +137,7 @@ class Household:
     async def close(self) -> None:
         """End what runs. Rings stay: their runners go on."""
         loading = [kept.loading for kept in self._kept.values() if kept.loading is not None]
-        for task in loading:
-            task.cancel()
-        await asyncio.gather(*loading, return_exceptions=True)
+        await cancel_all(*loading)
         await self._jobs.close()
         await self._orders.close()
 

@@ -20,6 +20,7 @@ from shardnet.errors import (
 )
 from shardnet.transport.address import split_address
 from shardnet.transport.link import Link
+from shardnet.transport.loop import cancel_all
 from shardnet.types import NodeId
 from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.diagnostics import MAX_REASON, AddressView, Seen
@@ -87,9 +88,7 @@ async def compare(
                 else:
                     failures[dials[task]] = answer
     finally:
-        for task in dials:
-            task.cancel()
-        await asyncio.gather(*dials, return_exceptions=True)
+        await cancel_all(*dials)
     best = choose(found, addresses)
     if best is not None:
         for address in addresses:
