@@ -388,7 +388,7 @@ class Client:
         generations = Generations(requests, self._ids, self._reach, hooks, self._note_deputy)
         self._calls.add(generations)
         events = self._explained(generations.events())
-        return _raising(events) if is_single(prompts) and n == 1 else events
+        return raising(events) if is_single(prompts) and n == 1 else events
 
     async def thinking(
         self,
@@ -427,8 +427,8 @@ class Client:
         """
         results = []
         events = self.generate(prompts, sampling, n=n, model=model, **options)
-        async with contextlib.aclosing(_raising(events)) as raising:
-            async for event in raising:
+        async with contextlib.aclosing(raising(events)) as told:
+            async for event in told:
                 if event.result is not None:
                     results.append(event.result)
         return sorted(results, key=lambda result: (result.index, result.sample))
@@ -643,7 +643,7 @@ async def _preceded(first: Numbered, answers: AsyncIterator[Numbered]) -> AsyncI
         yield answer
 
 
-async def _raising(
+async def raising(
     events: AsyncGenerator[GenerationEvent, None],
 ) -> AsyncGenerator[GenerationEvent, None]:
     """Raise the error of the first event that has one."""

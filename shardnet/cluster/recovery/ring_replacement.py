@@ -52,14 +52,13 @@ EXPECTED_S: Final = 0.5
 
 @dataclass(slots=True, kw_only=True)
 class PlannedRecord:
-    """One replacement of a ring that worked. Times in seconds, `at_s` counted from 1970.
+    """One replacement of a ring that worked. Times in seconds.
 
     `ready_s` is how long the next ring's stages took to be ready, while the ring went on; `held_s`
     how long requests stood still. Of `n_requests` those that ran on were `n_moved` with their KV
     cache, of which `n_bytes` went over links.
     """
 
-    at_s: float
     why: str
     ready_s: float = 0.0
     held_s: float = 0.0
@@ -187,7 +186,7 @@ class PlannedChanges:
 
     async def _put(self, lead: Lead, plan: Plan, why: str) -> Ring:
         """Do that; return the ring that was replaced, whose stages are to be freed."""
-        record, began_s = PlannedRecord(at_s=time.time(), why=why), time.monotonic()
+        record, began_s = PlannedRecord(why=why), time.monotonic()
         former, ring = lead.ring, await self.head.led.ring_instead(lead, plan)
         moves = RingMoves(former, ring)
         try:
