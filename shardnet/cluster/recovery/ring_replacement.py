@@ -34,7 +34,7 @@ from shardnet.errors import (
 )
 from shardnet.transport.loop import at_most, finish
 from shardnet.types import NodeId
-from shardnet.wire.messages.control import Done, Redirect
+from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.stages import LeaveRing
 from shardnet.wire.messages.updates import Rearrange, Rearranged
 
@@ -125,10 +125,9 @@ class PlannedChanges:
 
         Raises PlanError if they cannot do it, and as `put`.
         """
-        lead, elsewhere = self.head.latest, self.head.elsewhere()
-        if elsewhere is not None:
-            control.send(Redirect(request=message.request, address=elsewhere.address))
-        elif lead is None or not lead.stands:
+        self.head.check_leads()
+        lead = self.head.latest
+        if lead is None or not lead.stands:
             control.send(Rearranged(request=message.request, nodes=[]))
         else:
             work = self._rearranged(lead, message)
