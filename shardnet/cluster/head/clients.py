@@ -154,9 +154,7 @@ class Clients:
         with self._hinting(choice):
             plan = await self.planner.plan(
                 choice,
-                lambda done, total: report_progress(
-                    control, message.request, 0, "measuring", done, total
-                ),
+                partial(report_progress, control, message.request, 0, "measuring"),
                 measure_one=True,
                 again=message.again,
                 without=message.without,
@@ -169,9 +167,7 @@ class Clients:
         else:
             wire = await self.wire_loss.narrow(
                 plan,
-                lambda done, total: report_progress(
-                    control, message.request, 0, "loading", done, total
-                ),
+                partial(report_progress, control, message.request, 0, "loading"),
             )
             control.send(plan.reply(message.request, wire))
 

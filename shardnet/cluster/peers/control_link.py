@@ -405,6 +405,11 @@ class RedirectedError(Exception):
         self.address = address
 
 
+async def refuse(control: ControlLink, message: Incoming) -> None:
+    """Handle nothing: the handler of a link on which this side only asks."""
+    raise RemoteProtocolError(f"{control.peer_name} asked {type(message).__name__} of a client")
+
+
 class MessageHandlers:
     """The handlers of one node, by message type."""
 

@@ -10,11 +10,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from shardnet.cluster.peers.control_link import ControlLink, Incoming
+from shardnet.cluster.peers.control_link import ControlLink, refuse
 from shardnet.errors import (
     AuthenticationError,
     PeerUnreachableError,
-    RemoteProtocolError,
     ShardnetError,
     VersionMismatchError,
 )
@@ -142,7 +141,7 @@ def _answer(task: asyncio.Task[ProbeAnswer], node: NodeId) -> ProbeAnswer | str:
 @asynccontextmanager
 async def _asking(link: Link) -> AsyncIterator[ControlLink]:
     """Use a link as a client, and close it."""
-    control = ControlLink(link, _refuse)
+    control = ControlLink(link, refuse)
     reading = asyncio.create_task(control.serve_to_the_end())
     try:
         yield control
@@ -152,10 +151,6 @@ async def _asking(link: Link) -> AsyncIterator[ControlLink]:
     finally:
         await link.close()
         await reading
-
-
-async def _refuse(control: ControlLink, message: Incoming) -> None:
-    raise RemoteProtocolError(f"{control.peer_name} asked {type(message).__name__} of a client")
 
 
 HANDSHAKE_S: Final = 2.0

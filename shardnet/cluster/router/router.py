@@ -25,9 +25,9 @@ from shardnet.cluster.household.household import Household
 from shardnet.cluster.member.refusals import draining, generating_with, resting
 from shardnet.cluster.peers.control_link import (
     ControlLink,
-    Incoming,
     MessageHandlers,
     RedirectedError,
+    refuse,
 )
 from shardnet.cluster.peers.supervision import SupervisedJobs
 from shardnet.cluster.placement.figures import Objective
@@ -196,12 +196,12 @@ class Router:
     @property
     def n_requests(self) -> int:
         """Requests that wait or run on several rings."""
-        return 0 if self._front is None else self._front.n_requests
+        return 0 if self._front is None else self._front.use.n_users
 
     @property
     def idle_s(self) -> float | None:
         """Seconds since a request used a ring of this node, None without one."""
-        return self.head.idle_s if self._front is None else self._front.idle_s
+        return self.head.idle_s if self._front is None else self._front.use.idle_s
 
     async def close(self) -> None:
         """End what runs. Other rings are freed by their heads when nobody uses them."""
@@ -313,7 +313,7 @@ class Router:
         if front is None:
             await alone(control, message)
             return
-        with front:
+        with front.use.in_use():
             await front.opened(partial(_pass_on, control, request))
             answer = await self._any_ring(front, message)
         control.send(replace(answer, request=request))
@@ -358,7 +358,7 @@ class Router:
         """Run a request whose answer begins with `made`; the client has `n_sent` tokens of it."""
         message = replace(message, lockstep_size=0)  # the others of its set may run elsewhere
         try:
-            with front:
+            with front.use.in_use():
                 await self._run(front, control, message, made, n_sent)
         except errors.SupersededError as error:
             if message.outputs.asks or not error.address or control.link.closed:
@@ -505,7 +505,7 @@ class Router:
 
     async def _end(self, front: Front, idle_s: float = 0.0) -> None:
         """Free all rings. Raises BusyError if a request has used one within `idle_s`, or does."""
-        if front.n_requests or front.idle_s < idle_s:
+        if front.use.n_users or front.use.idle_s < idle_s:
             raise generating_with(front.choice.model)
         self._front = None
         await front.close()
@@ -540,7 +540,7 @@ class Router:
         if node != self.head.node:
             return await self.link_to(address)
         if self._to_self is None or self._to_self.link.closed:
-            control = self._to_self = ControlLink(await self.own_link(), _refuse)
+            control = self._to_self = ControlLink(await self.own_link(), refuse)
             self._jobs.begin(control.serve_to_the_end, "a link of this node to itself")
         return self._to_self
 
@@ -554,7 +554,3 @@ def _asked_of(choice: ModelChoice, message: Asked) -> Asked:
 
 def _pass_on(control: ControlLink, request: int, told: NodeProgress) -> None:
     report_progress(control, request, told.rank, told.phase, told.done_bytes, told.total_bytes)
-
-
-async def _refuse(control: ControlLink, message: Incoming) -> None:
-    raise errors.RemoteProtocolError(f"{control.peer_name} sent {type(message).__name__} to itself")
