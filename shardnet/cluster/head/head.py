@@ -171,10 +171,6 @@ class Head:
         """Whether requests wait or run on the ring that this node leads."""
         return self.led.is_in_use
 
-    def check_idle(self) -> None:
-        """Raise BusyError, which names the model, while requests run on this node's ring."""
-        self.led.check_idle()
-
     @contextlib.asynccontextmanager
     async def lead(
         self,

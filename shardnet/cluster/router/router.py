@@ -120,7 +120,7 @@ class Keeping:
                 raise draining()
             if self._head.rests:
                 raise resting(self._head.rests)
-            if not self._head.led.leads(lead) or not lead.stands:
+            if self._head.led.lead is not lead or not lead.stands:
                 raise errors.PeerFailedError("the ring was lost")
             now_s = time.monotonic()
             answer = RingKept(
@@ -498,7 +498,7 @@ class Router:
             raise RedirectedError(plan.address)
         if not plan.beside:
             return None
-        self.head.check_idle()
+        self.head.led.check_idle()
         self.log(f"{choice.model}: {plan.why}")
         front = self._front = Front(choice, plan, self._reach_head, self._jobs, self.log)
         return front
