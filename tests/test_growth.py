@@ -43,7 +43,6 @@ MOST_PARAMETERS = 8
 WIDER = {
     "cli/commands/generate.py generate": "the flags of a command are its parameters",
     "cli/services/update.py update": "the flags of a command are its parameters",
-    "shardnet/api/openai/endpoints.py endpoints": "a table",
     "shardnet/cluster/planning/candidates.py candidates_of": "all that a plan weighs meets here",
     "shardnet/cluster/planning/model_shape.py model_shape": "all that a plan weighs meets here",
     "shardnet/model/arithmetic/row_functions.py _call": "the arguments of functions in C",

@@ -197,28 +197,19 @@ async def _run(
 async def _until_it_leaves(drain: NodeDrain, stopping: asyncio.Event, *, drains: bool) -> None:
     """Wait until the node was drained, or was told to stop: once, and it is drained first."""
     async with asyncio.TaskGroup() as tasks:
-        waiting: list[asyncio.Task[object]] = [
-            tasks.create_task(_set(drain.is_over)),
-            tasks.create_task(_set(stopping)),
+        waiting: list[asyncio.Task[Any]] = [
+            tasks.create_task(drain.is_over.wait()),
+            tasks.create_task(stopping.wait()),
         ]
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         if drains and not drain.is_over.is_set() and drain.is_needed:
             say(f"giving the layers of this node away, for {DRAIN_S:g} s at most; Ctrl-C ends it")
             stopping.clear()
-            waiting.append(tasks.create_task(_drained(drain)))
-            waiting.append(tasks.create_task(_set(stopping)))
+            waiting.append(tasks.create_task(drain.drain(DRAIN_S)))
+            waiting.append(tasks.create_task(stopping.wait()))
             await asyncio.wait(waiting[-2:], return_when=asyncio.FIRST_COMPLETED)
         for task in waiting:
             task.cancel()
-
-
-async def _drained(drain: NodeDrain) -> object:
-    await drain.drain(DRAIN_S)
-    return None
-
-
-async def _set(event: asyncio.Event) -> object:
-    return await event.wait()
 
 
 @contextlib.asynccontextmanager

@@ -72,7 +72,7 @@ def _as_json(info: NodeInfo, report: NodeReport) -> dict[str, Any]:
         "requests": report.n_requests,
         "deputy": None if report.deputy is None else msgspec.structs.asdict(report.deputy),
         "deputy_of": [msgspec.structs.asdict(head) for head in report.deputy_of],
-        "peers": [_peer_name(report, view.node) for view in report.peers if view.is_linked],
+        "peers": [view.name for view in report.peers if view.is_linked],
         "reused_positions": report.ring.reused if report.ring is not None else None,
         "stage": None if stage is None else _stage_as_json(info, report, stage),
         "rings": [msgspec.structs.asdict(ring) for ring in report.rings],
@@ -102,7 +102,7 @@ def _as_lines(info: NodeInfo, report: NodeReport) -> list[str]:
     from shardnet.cluster.diagnosis.facts import age
     from shardnet.cluster.placement.words import size
 
-    peers = [_peer_name(report, view.node) for view in report.peers if view.is_linked]
+    peers = [view.name for view in report.peers if view.is_linked]
     used = info.memory_bytes - info.memory_free_bytes
     lines = [
         f"node     {info.name} ({info.node})",
@@ -248,8 +248,5 @@ def _running(report: NodeReport, stage: StageState) -> str:
 
 
 def _head_name(info: NodeInfo, report: NodeReport, stage: StageState) -> str:
-    return info.name if stage.head == info.node else _peer_name(report, stage.head)
-
-
-def _peer_name(report: NodeReport, node: str) -> str:
-    return next((view.name for view in report.peers if view.node == node), node)
+    names = {view.node: view.name for view in report.peers} | {info.node: info.name}
+    return names.get(stage.head, stage.head)

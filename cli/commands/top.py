@@ -78,7 +78,7 @@ async def views(client: Client, every_s: float, count: int) -> AsyncGenerator[To
             asked=watcher.asked_name or None,
             answers=not watcher.failure,
             failure=watcher.failure or None,
-            nodes=watcher.nodes.nodes(watcher.now_s),
+            nodes=watcher.nodes.nodes(watcher.clock()),
             ring=watcher.ring.ring(),
             loading=watcher.ring.loading(),
             rates=watcher.ring.rates(),

@@ -64,7 +64,8 @@ def top_lines(view: TopView, width: int | None) -> list[Line]:
     lines += _node_lines(view, width)
     if view.requests:
         lines.append(("", ""))
-        lines += _plain(columns([_REQUEST_HEAD, *_request_rows(view.requests)], width))
+        rows = columns([_REQUEST_HEAD, *_request_rows(view.requests)], width)
+        lines += [("", line) for line in rows]
         n_more = len(view.requests) - MOST_REQUESTS
         if n_more > 0:
             lines.append(("dim", f"and {n_more} more"))
@@ -194,7 +195,3 @@ def _remarks(view: TopView) -> Iterator[str]:
             yield f"{node.deputy} goes on with the answers of {node.name}, if that is lost"
     for out in view.ring.left_out if view.ring is not None else ():
         yield f"{out.name} is left out: {out.why}"
-
-
-def _plain(lines: Sequence[str]) -> list[Line]:
-    return [("", line) for line in lines]

@@ -45,14 +45,14 @@ class ServiceFiles:
     name: str
     path: Path
     content: bytes
-    before: Sequence[Sequence[str]]
+    before: Sequence[Sequence[str]] = ()
     """Run first, whether it succeeds or not."""
     start: Sequence[Sequence[str]]
     """Run in order; the first that fails ends the installation."""
-    afterwards: Sequence[Sequence[str]]
+    afterwards: Sequence[Sequence[str]] = ()
     """Run then; where one fails, people are told to run it themselves."""
     away: Sequence[Sequence[str]]
-    forget: Sequence[Sequence[str]]
+    forget: Sequence[Sequence[str]] = ()
     """Run when the file is gone."""
     ask: Sequence[str]
     """Exits with 0 if the service runs."""
@@ -71,7 +71,6 @@ def systemd(service: Service) -> ServiceFiles:
         name=name,
         path=folder / name,
         content=_unit(service).encode(),
-        before=[],
         start=[
             [*control, "daemon-reload"],
             [*control, "enable", name],
@@ -98,9 +97,7 @@ def launchd(service: Service) -> ServiceFiles:
         content=_property_list(service, label),
         before=[stop],
         start=[["launchctl", "bootstrap", domain, str(path)]],
-        afterwards=[],
         away=[stop],
-        forget=[],
         ask=["launchctl", "print", f"{domain}/{label}"],
     )
 

@@ -106,9 +106,7 @@ def scheduled(service: Service, *, domain: str) -> ServiceFiles:
             ["schtasks", "/Create", "/F", "/TN", name, "/XML", str(path)],
             ["schtasks", "/Run", "/TN", name],
         ],
-        afterwards=[],
         away=[end, ["schtasks", "/Delete", "/F", "/TN", name]],
-        forget=[],
         ask=["powershell", "-NoProfile", "-Command", runs],
         begins="whenever you log on" if is_user else "at every boot",
     )

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from itertools import count
-from typing import TYPE_CHECKING, TypeVar, Unpack
+from typing import TYPE_CHECKING, Unpack
 from weakref import WeakSet
 
 from msgspec.structs import replace
@@ -39,7 +39,7 @@ from shardnet.api.requests import (
     thought_of,
 )
 from shardnet.assets import DEFAULT_MODEL_NAME
-from shardnet.cluster.peers.control_link import ControlLink, Incoming
+from shardnet.cluster.peers.control_link import Answer, ControlLink, ControlRequest, Incoming
 from shardnet.errors import (
     BusyError,
     LinkClosedError,
@@ -100,53 +100,12 @@ from shardnet.wire.messages.membership import (
 )
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress, PlanReply, PlanRequest
 from shardnet.wire.messages.stages import Drain, LoadProgress
-from shardnet.wire.messages.updates import Rearranged, UpdateDescribed, UpdateRequest
 
 if TYPE_CHECKING:  # not every client needs the library behind it
     from shardnet.transport.identity import Identity
 
 HANDSHAKE_S = 5.0
 """Deadline for the TLS and Hello handshake, in seconds."""
-
-Ask = (
-    PlanRequest
-    | LastRunRequest
-    | GetActivity
-    | CancelSequence
-    | Unload
-    | Drain
-    | Wake
-    | Tokenize
-    | Detokenize
-    | DescribeTokenizer
-    | Encode
-    | KeepValue
-    | FindValue
-    | ListValues
-    | DropValue
-    | TakeKey
-    | UpdateRequest
-    | ListHousehold
-    | NameModels
-)
-Request = Ask | ReportRequest | ListModels
-Answer = TypeVar(
-    "Answer",
-    PlanReply,
-    LastRun,
-    RingActivity,
-    HouseholdListed,
-    Done,
-    Tokenized,
-    Detokenized,
-    TokenizerDescribed,
-    Encoded,
-    ValueFound,
-    ValuesListed,
-    KeyTaken,
-    UpdateDescribed,
-    Rearranged,
-)
 
 GREEDY = SamplingParams()
 """Always takes the most likely token."""
@@ -258,6 +217,22 @@ class Client:
                     return
                 yield answer
 
+    async def reports(
+        self, within_s: float, *, probe: bool = False, with_peers: bool = True, model: str = ""
+    ) -> tuple[list[ReportReply], str]:
+        """Return the reports that come in time, as of `report`, and what cut them short, or ""."""
+        replies: list[ReportReply] = []
+        reports = self.report(probe=probe, with_peers=with_peers, model=model)
+        try:
+            async with asyncio.timeout(within_s), contextlib.aclosing(reports) as answers:
+                async for reply in answers:
+                    replies.append(reply)
+        except ShardnetError as error:
+            return replies, str(error)
+        except TimeoutError:
+            return replies, f"it took longer than {within_s:g} s"
+        return replies, ""
+
     async def models(
         self, *, with_peers: bool = True, names_only: bool = False, model: str = ""
     ) -> AsyncGenerator[ModelsListed, None]:
@@ -300,14 +275,14 @@ class Client:
             without=list(without),
             added=list(added),
         )
-        return await self._follow(message, PlanReply, on_progress)
+        return await self.ask(message, PlanReply, on_progress)
 
     async def last_run(self) -> LastRun:
         """Return the timing of the last generation that the node, or its ring's head, has led.
 
         Raises UsageError when there was none.
         """
-        return await self._follow(LastRunRequest(request=0), LastRun)
+        return await self.ask(LastRunRequest(request=0), LastRun)
 
     async def activity(
         self, *, known_ring: str = "", after_step: int = 0, at: str = ""
@@ -318,7 +293,7 @@ class Client:
         the address of another node to ask.
         """
         message = GetActivity(request=0, known_ring=known_ring, after_step=after_step)
-        return await self._follow(message, RingActivity, at=at)
+        return await self.ask(message, RingActivity, at=at)
 
     async def cancel(self, ring: str, sequence: int, *, at: str = "") -> None:
         """Cancel a request of `ring`, whoever sent it; both are named as `activity` does.
@@ -326,7 +301,7 @@ class Client:
         Raises UsageError for one that has ended.
         """
         message = CancelSequence(request=0, ring=ring, sequence=sequence)
-        await self._follow(message, Done, at=at)
+        await self.ask(message, Done, at=at)
 
     async def describe_tokenizer(
         self,
@@ -339,14 +314,14 @@ class Client:
         The model is loaded if it is not. Raises UsageError if it has no tokenizer.
         """
         message = DescribeTokenizer(request=0, choice=self._chosen(model))
-        return await self._follow(message, TokenizerDescribed, on_progress)
+        return await self.ask(message, TokenizerDescribed, on_progress)
 
     async def unload(self, *, model: str = "", idle_s: float = 0.0) -> None:
         """Free the model on every node of the ring; with `model` only if the ring has that one.
 
         Raises BusyError while requests run, and if one ended less than `idle_s` seconds ago.
         """
-        await self._follow(Unload(request=0, model=model, idle_s=idle_s), Done)
+        await self.ask(Unload(request=0, model=model, idle_s=idle_s), Done)
 
     async def drain(self, deadline_s: float) -> None:
         """Have the node give its layers to others and end when it is empty.
@@ -354,7 +329,7 @@ class Client:
         After `deadline_s` seconds it ends in any case. Requests go on, but for those that this very
         node leads and that are not done by then.
         """
-        await self._follow(Drain(request=0, deadline_s=deadline_s), Done)
+        await self.ask(Drain(request=0, deadline_s=deadline_s), Done)
 
     async def take_key(self, secret: bytes, grace_s: int, node: str = "") -> KeyTaken:
         """Have the node, or the peer of it with id `node`, take a cluster key of these 16 bytes.
@@ -363,18 +338,11 @@ class Client:
         that. Raises ShardnetError where a node cannot take it, or takes another one.
         """
         message = TakeKey(request=0, key=secret, grace_s=grace_s, node=node)
-        return await self._follow(message, KeyTaken)
-
-    async def ask(self, message: UpdateRequest, expected: type[Answer]) -> Answer:
-        """Ask the node, or its ring's head where that is asked, what concerns its version.
-
-        Raises the error that it reports.
-        """
-        return await self._follow(message, expected)
+        return await self.ask(message, KeyTaken)
 
     async def household(self) -> list[HouseholdModelState]:
         """Return how the models of the household are, the most important first."""
-        return (await self._follow(ListHousehold(request=0), HouseholdListed)).models
+        return (await self.ask(ListHousehold(request=0), HouseholdListed)).models
 
     async def name_models(
         self, models: Sequence[HouseholdModel] = (), *, dropped: Sequence[str] = ()
@@ -384,11 +352,11 @@ class Client:
         The node leads it from now on where none does. Raises UsageError for too many models.
         """
         message = NameModels(request=0, models=list(models), dropped=list(dropped))
-        await self._follow(message, Done)
+        await self.ask(message, Done)
 
     async def wake(self, node: str) -> None:
         """Have the node wake the node of the id `node`. Raises UsageError if it does not wake."""
-        await self._follow(Wake(request=0, node=node), Done)
+        await self.ask(Wake(request=0, node=node), Done)
 
     def generate(
         self,
@@ -420,7 +388,7 @@ class Client:
         generations = Generations(requests, self._ids, self._reach, hooks, self._note_deputy)
         self._calls.add(generations)
         events = self._explained(generations.events())
-        return _raising(events) if is_single(prompts) and n == 1 else events
+        return raising(events) if is_single(prompts) and n == 1 else events
 
     async def thinking(
         self,
@@ -459,8 +427,8 @@ class Client:
         """
         results = []
         events = self.generate(prompts, sampling, n=n, model=model, **options)
-        async with contextlib.aclosing(_raising(events)) as raising:
-            async for event in raising:
+        async with contextlib.aclosing(raising(events)) as told:
+            async for event in told:
                 if event.result is not None:
                     results.append(event.result)
         return sorted(results, key=lambda result: (result.index, result.sample))
@@ -479,7 +447,7 @@ class Client:
         """
         [request] = make_requests(prompt, GREEDY, self._chosen(model), **options)
         message = Tokenize(request=0, generate=request.message)
-        return await self._follow(message, Tokenized, on_progress)
+        return await self.ask(message, Tokenized, on_progress)
 
     async def detokenize(
         self,
@@ -498,7 +466,7 @@ class Client:
             token_ids=list(token_ids),
             keep_special_tokens=keep_special_tokens,
         )
-        return await self._follow(message, Detokenized)
+        return await self.ask(message, Detokenized)
 
     async def encode(self, message: Encode, on_progress: OnLoading | None = None) -> Encoded:
         """Return vectors or scores of texts by an encoder, which is no model of the ring.
@@ -506,35 +474,35 @@ class Client:
         `Encode` says what is asked; `shardnet.api.embedding` sends it for any number of texts.
         Raises ContextExceededError for a text that is too long, UsageError for the wrong kind.
         """
-        return await self._follow(message, Encoded, on_progress)
+        return await self.ask(message, Encoded, on_progress)
 
     async def keep_value(self, owner: str, name: str, value: bytes) -> None:
         """Have the node, and one more, keep up to 2 MiB in memory, as long as there is room."""
         of = ValueName(owner=owner, name=name)
-        await self._follow(KeepValue(request=0, of=of, value=value), Done)
+        await self.ask(KeepValue(request=0, of=of, value=value), Done)
 
     async def find_value(self, owner: str, name: str) -> bytes | None:
         """Return what some node of the cluster keeps under a name, None where none does."""
         of = ValueName(owner=owner, name=name)
-        return (await self._follow(FindValue(request=0, of=of), ValueFound)).value
+        return (await self.ask(FindValue(request=0, of=of), ValueFound)).value
 
     async def list_values(self, owner: str, prefix: str) -> list[ListedValue]:
         """Return the owner's small values whose names begin with `prefix`, the latest first."""
         of = ValueName(owner=owner, name=prefix)
-        return (await self._follow(ListValues(request=0, of=of), ValuesListed)).values
+        return (await self.ask(ListValues(request=0, of=of), ValuesListed)).values
 
     async def drop_value(self, owner: str, name: str) -> None:
         """Have no node keep a value any longer."""
-        await self._follow(DropValue(request=0, of=ValueName(owner=owner, name=name)), Done)
+        await self.ask(DropValue(request=0, of=ValueName(owner=owner, name=name)), Done)
 
     def _chosen(self, model: str | ModelChoice | None) -> ModelChoice:
         if model is None:
             return self.choice
         return replace(self.choice, model=name_model(model)) if isinstance(model, str) else model
 
-    async def _follow(
+    async def ask(
         self,
-        message: Ask,
+        message: ControlRequest,
         expected: type[Answer],
         on_progress: OnLoading | None = None,
         at: str = "",
@@ -580,7 +548,7 @@ class Client:
 
     @asynccontextmanager
     async def _conversation(
-        self, message: Request, address: str = ""
+        self, message: ControlRequest, address: str = ""
     ) -> AsyncIterator[tuple[ControlLink, AsyncIterator[Numbered]]]:
         """Number and send a request; yield the link that it went over, and its answers.
 
@@ -675,7 +643,7 @@ async def _preceded(first: Numbered, answers: AsyncIterator[Numbered]) -> AsyncI
         yield answer
 
 
-async def _raising(
+async def raising(
     events: AsyncGenerator[GenerationEvent, None],
 ) -> AsyncGenerator[GenerationEvent, None]:
     """Raise the error of the first event that has one."""

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -121,7 +120,7 @@ async def facts_of(client: Client, timeout_s: float) -> Facts:
 
     Raises no ShardnetError. What shows from this machine alone is left out: addresses, mDNS.
     """
-    replies, failure = await _reports(client, timeout_s)
+    replies, failure = await client.reports(timeout_s, probe=True)
     own = next((reply for reply in replies if reply.clock_ahead_s is None and reply.report), None)
     cluster = own.report.cluster if own is not None and own.report is not None else ""
     is_here = own is None or own.info is None or own.info.host_id == make_host_id()
@@ -189,30 +188,11 @@ async def _ask(
     """Return the reports of a node and its peers, and the failure that cut them short, or ""."""
     try:
         async with connect(address, sources.identity) as client:
-            return await _reports(
-                client, sources.timeout_s, with_peers=with_peers, model=sources.model
+            return await client.reports(
+                sources.timeout_s, probe=True, with_peers=with_peers, model=sources.model
             )
     except ShardnetError as error:
         return [], str(error)
-
-
-async def _reports(
-    client: Client, timeout_s: float, *, with_peers: bool = True, model: str = ""
-) -> tuple[list[ReportReply], str]:
-    """Return the reports of the client's node and its peers, and what cut them short, or ""."""
-    replies: list[ReportReply] = []
-    try:
-        async with (
-            asyncio.timeout(timeout_s),
-            aclosing(client.report(probe=True, with_peers=with_peers, model=model)) as answers,
-        ):
-            async for reply in answers:
-                replies.append(reply)
-    except ShardnetError as error:
-        return replies, str(error)
-    except TimeoutError:
-        return replies, f"it took longer than {timeout_s:g} s"
-    return replies, ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

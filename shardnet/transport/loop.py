@@ -85,6 +85,13 @@ async def at_most(wait_s: float | None) -> AsyncIterator[None]:
             yield
 
 
+async def cancel_all(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel tasks and wait until they have ended, whatever they end with."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def finish(work: Coroutine[Any, Any, T]) -> T:
     """Run `work` to its end even if the caller is cancelled, and raise the cancellation afterwards.
 

@@ -26,7 +26,7 @@ from shardnet.api.chat.request import (
 )
 from shardnet.api.openai.chat_body import picture_bytes, picture_of_url
 from shardnet.api.requests import GenerationOptions
-from shardnet.api.server.errors import refused
+from shardnet.api.server.errors import needed, refused
 from shardnet.constraints import Constraint
 from shardnet.errors import shown
 from shardnet.sampling_params import SamplingParams
@@ -191,9 +191,9 @@ def counted(body: ConversationBody, model: ModelChoice) -> ChatRequest:
     tools = tuple(
         Tool(
             name=tool.name,
-            description=tool.description or "",
+            description=tool.description,
             parameters=tool.input_schema,
-            strict=bool(tool.strict),
+            strict=tool.strict,
         )
         for tool in body.tools or ()
         if tool.name and _is_custom(tool)
@@ -286,7 +286,7 @@ def _turns_of(message: TurnBody, field: str, names: dict[str, str]) -> Iterator[
         if parts:
             yield ChatTurn.of(message.role, parts)
             parts = []
-        call_id = _needed(block.tool_use_id, where, "tool_use_id")
+        call_id = needed(block.tool_use_id, f"{where}.tool_use_id")
         result, name = _result(block, where), names.get(call_id, "")
         yield ChatTurn.of("tool", result, tool_call_id=call_id, name=name)
     if parts or not blocks:
@@ -303,8 +303,8 @@ def _assistant(blocks: Sequence[tuple[BlockPart, str]], names: dict[str, str]) -
             case "redacted_thinking":
                 pass
             case "tool_use":
-                call_id = _needed(block.id, where, "id")
-                name = names[call_id] = _needed(block.name, where, "name")
+                call_id = needed(block.id, f"{where}.id")
+                name = names[call_id] = needed(block.name, f"{where}.name")
                 arguments = json.dumps(block.input or {}, ensure_ascii=False)
                 calls.append(ToolCall(id=call_id, name=name, arguments=arguments))
             case _:
@@ -348,9 +348,3 @@ def _text(part: TextPart | BlockPart, where: str) -> str:
         what = "has no text" if part.type == "text" else f"is of type {shown(part.type)}"
         raise refused(f"{where} {what}: only text and images are read", where)
     return part.text
-
-
-def _needed(value: str | None, where: str, field: str) -> str:
-    if not value:
-        raise refused(f"{where}.{field} is missing", f"{where}.{field}")
-    return value

@@ -15,7 +15,6 @@ from msgspec import Meta
 
 from shardnet.api.batches.files import (
     FileDeleted,
-    FileForm,
     FileList,
     FileObject,
     Files,
@@ -33,6 +32,7 @@ from shardnet.api.server.errors import HttpError, refused, too_many
 from shardnet.api.server.keys import ApiKey
 from shardnet.api.server.service import Exchange, Service
 from shardnet.errors import ShardnetError
+from shardnet.transport.loop import cancel_all
 
 AT_ONCE: Final = 8
 """Requests of batches that a server works on at one time."""
@@ -280,8 +280,7 @@ class Batches:
             async with asyncio.TaskGroup() as tasks:
                 for _ in range(min(AT_ONCE, len(batch.lines))):
                     tasks.create_task(self._work(service, batch, endpoint, left))
-            telling.cancel()
-            await asyncio.gather(telling, return_exceptions=True)
+            await cancel_all(telling)
             await self._finish(service, owner, batch)
             service.settings.log(_line(batch.described))
         finally:
@@ -360,49 +359,32 @@ RUNNABLE: Final = (
 
 def endpoints(others: Sequence[Endpoint[Any]]) -> list[Endpoint[Any]]:
     """List these endpoints. Lines are handled by those of the `others` that a batch may ask."""
-    files = Files()
-    runnable = {one.path: one for one in others if one.path in RUNNABLE}
-    return [*_of_files(files), *_of_batches(Batches(files, runnable))]
-
-
-def _of_files(files: Files) -> list[Endpoint[Any]]:
+    files, at = Files(), OPENAI.at
+    batches = Batches(files, {one.path: one for one in others if one.path in RUNNABLE})
     return [
-        OPENAI.at(
+        at(
             "POST /v1/files",
             "Send a file of requests for a batch",
             files.upload,
-            FileForm,
             FileObject,
             body_type=FORM,
         ),
-        OPENAI.at("GET /v1/files", "The files that are kept", files.list, answer=FileList),
-        OPENAI.at(
-            "GET /v1/files/{file_id}", "What is known of a file", files.show, answer=FileObject
-        ),
-        OPENAI.at("GET /v1/files/{file_id}/content", "What a file has", files.fetch),
-        OPENAI.at(
-            "DELETE /v1/files/{file_id}", "Keep a file no longer", files.delete, answer=FileDeleted
-        ),
-    ]
-
-
-def _of_batches(batches: Batches) -> list[Endpoint[Any]]:
-    return [
-        OPENAI.at(
+        at("GET /v1/files", "The files that are kept", files.list, FileList),
+        at("GET /v1/files/{file_id}", "What is known of a file", files.show, FileObject),
+        at("GET /v1/files/{file_id}/content", "What a file has", files.fetch),
+        at("DELETE /v1/files/{file_id}", "Keep a file no longer", files.delete, FileDeleted),
+        at(
             "POST /v1/batches",
             "Run the requests of a file behind others",
             batches.create,
-            BatchBody,
             BatchObject,
         ),
-        OPENAI.at("GET /v1/batches", "The batches that are kept", batches.list, answer=BatchList),
-        OPENAI.at(
-            "GET /v1/batches/{batch_id}", "How far a batch is", batches.show, answer=BatchObject
-        ),
-        OPENAI.at(
+        at("GET /v1/batches", "The batches that are kept", batches.list, BatchList),
+        at("GET /v1/batches/{batch_id}", "How far a batch is", batches.show, BatchObject),
+        at(
             "POST /v1/batches/{batch_id}/cancel",
             "Begin no more requests of a batch",
             batches.cancel,
-            answer=BatchObject,
+            BatchObject,
         ),
     ]

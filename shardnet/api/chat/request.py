@@ -194,9 +194,9 @@ class Tool:
     """A function that the model may call. `parameters` is a JSON schema, None without any."""
 
     name: str
-    description: str = ""
+    description: str | None = None
     parameters: Mapping[str, object] | None = None
-    strict: bool = False
+    strict: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

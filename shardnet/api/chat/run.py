@@ -291,7 +291,7 @@ def _tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     """Write tools as OpenAI's API has them, which chat templates expect."""
     written = []
     for tool in tools:
-        function: dict[str, Any] = {"name": tool.name, "description": tool.description}
+        function: dict[str, Any] = {"name": tool.name, "description": tool.description or ""}
         if tool.parameters is not None:
             function["parameters"] = tool.parameters
         written.append({"type": "function", "function": function})

@@ -33,7 +33,6 @@ from shardnet.api.chat_formats.mistral import (
 )
 from shardnet.api.chat_formats.qwen_xml import MinimaxReader, QwenXmlReader, SeedReader
 from shardnet.api.chat_formats.reader import HOLD, Reader, ReaderSettings, Steps
-from shardnet.errors import UsageError
 
 Mode = Literal["none", "auto", "required", "named"]
 
@@ -53,38 +52,6 @@ class ToolChoice:
     mode: Mode = "auto"
     name: str = ""
     is_parallel: bool = True
-
-    @classmethod
-    def of(
-        cls, value: object, tools: Mapping[str, Tool], *, is_parallel: bool = True
-    ) -> ToolChoice:
-        """Read OpenAI's `tool_choice`, None for its default.
-
-        Raises UsageError for anything else, and for a tool that was not offered.
-        """
-        match value:
-            case None:
-                return cls(mode="auto" if tools else "none", is_parallel=is_parallel)
-            case "none" | "auto" | "required":
-                mode: Mode = value
-            case {"type": "function", "function": {"name": str(name)}} | {
-                "type": "function",
-                "name": str(name),
-            }:
-                if name not in tools:
-                    raise UsageError(
-                        f"tool_choice names {name!r}, which is none of the tools",
-                        remedy=f"name one of {', '.join(tools)}" if tools else "send tools too",
-                    )
-                return cls(mode="named", name=name, is_parallel=is_parallel)
-            case _:
-                raise UsageError(
-                    "tool_choice must be none, auto, required or the name of a function",
-                    remedy='write {"type": "function", "function": {"name": "…"}} to name one',
-                )
-        if mode == "required" and not tools:
-            raise UsageError("tool_choice is required, but there are no tools", remedy="send tools")
-        return cls(mode=mode, is_parallel=is_parallel)
 
     @property
     def must_call(self) -> bool:

@@ -10,7 +10,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Final
 
@@ -35,6 +35,7 @@ from shardnet.api.dashboard.state import (
 from shardnet.api.server.endpoint import named_event
 from shardnet.api.server.service import Service
 from shardnet.errors import ShardnetError
+from shardnet.transport.loop import cancel_all
 from shardnet.wire.messages.membership import ReportReply
 
 NODES_EVERY_S: Final = 1.0
@@ -71,26 +72,18 @@ class Watcher:
         """How many watch."""
         self._polling: list[asyncio.Task[None]] = []
         self._looking = asyncio.Lock()
-        self._changed = asyncio.Event()
-
-    @property
-    def now_s(self) -> float:
-        """The time by its clock."""
-        return self.clock()
+        self.changed = asyncio.Event()
+        """Set when there is something newer than now."""
 
     def notify(self) -> None:
         """Wake everybody who waits for something new."""
-        changed, self._changed = self._changed, asyncio.Event()
+        changed, self.changed = self.changed, asyncio.Event()
         changed.set()
-
-    def next_change(self) -> asyncio.Event:
-        """Return what is set when there is something newer than now."""
-        return self._changed
 
     async def look(self) -> None:
         """Look once, unless somebody watches anyway or has just looked."""
         async with self._looking:
-            if not self._polling and self.now_s - self._looked_s >= self.fresh_s:
+            if not self._polling and self.clock() - self._looked_s >= self.fresh_s:
                 await self._look_at_all()
 
     @asynccontextmanager
@@ -110,9 +103,7 @@ class Watcher:
             self.n_watching -= 1
             if not self.n_watching:
                 polling, self._polling = self._polling, []
-                for task in polling:
-                    task.cancel()
-                await asyncio.gather(*polling, return_exceptions=True)
+                await cancel_all(*polling)
 
     async def cancel(self, ring: str, sequence: int) -> None:
         """Cancel a request. Raises UsageError for one that has ended."""
@@ -121,24 +112,14 @@ class Watcher:
     async def _look_at_all(self) -> None:
         await self._look_at_nodes()
         await self._look_at_ring()
-        self._looked_s = self.now_s
+        self._looked_s = self.clock()
 
     async def _look_at_nodes(self) -> None:
-        replies: list[ReportReply] = []
-        failure = ""
-        try:
-            reports = aclosing(self.client.report(with_peers=True))
-            async with asyncio.timeout(ANSWER_S), reports as answers:
-                async for reply in answers:
-                    replies.append(reply)
-        except ShardnetError as error:
-            failure = str(error)
-        except TimeoutError:
-            failure = f"it did not answer within {ANSWER_S:g} s"
-        own = self.nodes.take(replies, self.now_s)
+        replies, failure = await self.client.reports(ANSWER_S)
+        own = self.nodes.take(replies, self.clock())
         if own is None:
             self.failure = failure or "it gave no report"
-            self.nodes.asked_is_gone(self.now_s)
+            self.nodes.asked_is_gone(self.clock())
         else:
             self.failure = ""
             self.asked, self.asked_name = own.node, own.name
@@ -202,7 +183,7 @@ class Dashboard:
         steps = ShownSteps()
         async with self.watcher.watching():
             while True:
-                changed = self.watcher.next_change()
+                changed = self.watcher.changed
                 for name, value, essence in self._parts():
                     if name not in told or told[name] != essence:
                         told[name] = essence
@@ -218,7 +199,7 @@ class Dashboard:
     def _parts(self) -> list[tuple[str, Any, object]]:
         """List each part but the steps: its name, its value, and what of that is news."""
         watcher = self.watcher
-        server, nodes = self._server(), watcher.nodes.nodes(watcher.now_s)
+        server, nodes = self._server(), watcher.nodes.nodes(watcher.clock())
         ring, requests = watcher.ring.ring(), watcher.ring.requests()
         loading = watcher.ring.loading()
         rates, jobs = watcher.ring.rates(), self.jobs.listed()

@@ -398,40 +398,34 @@ class Handlers:
 
 def endpoints(dashboard: Dashboard, dialect: Dialect) -> list[Endpoint[Any]]:
     """List these endpoints; faults are written as `dialect` does."""
-    handlers = Handlers(dashboard)
+    handlers, household = Handlers(dashboard), ShownHousehold
 
-    def get(path: str, summary: str, handle: Any, answer: Any) -> Endpoint[Any]:
-        return dialect.at(f"GET {PATH + path}", summary, handle, answer=answer)
+    def at(route: str, summary: str, handle: Any, answer: Any = None) -> Endpoint[Any]:
+        return dialect.at(route.replace(" ", f" {PATH}"), summary, handle, answer)
 
-    def post(path: str, summary: str, handle: Any, body: Any, answer: Any) -> Endpoint[Any]:
-        return dialect.at(f"POST {PATH + path}", summary, handle, body, answer)
-
-    household = ShownHousehold
-    events = get("/events", "The dashboard's state, as it changes", handlers.events, None)
     return [
-        get("/state", "The dashboard's state, as it is now", handlers.state, ShownState),
-        events,
-        get("/models", "The models of the cluster", handlers.models, ClusterModels),
-        get("/doctor", "What is wrong with the cluster", handlers.doctor, Findings),
-        post("/plan", "What the ring would be", handlers.plan, PlanBody, PlanPreview),
-        post("/programs", "Settings for programs", handlers.programs, ProgramsBody, AllPrograms),
-        get("/household", "The models that answer side by side", handlers.household, household),
-        post("/household", "Name a model", handlers.name_model, HouseholdBody, household),
-        dialect.at(
-            f"DELETE {PATH}/household/{{name:path}}",
+        at("GET /state", "The dashboard's state, as it is now", handlers.state, ShownState),
+        at("GET /events", "The dashboard's state, as it changes", handlers.events),
+        at("GET /models", "The models of the cluster", handlers.models, ClusterModels),
+        at("GET /doctor", "What is wrong with the cluster", handlers.doctor, Findings),
+        at("POST /plan", "What the ring would be", handlers.plan, PlanPreview),
+        at("POST /programs", "Settings for programs", handlers.programs, AllPrograms),
+        at("GET /household", "The models that answer side by side", handlers.household, household),
+        at("POST /household", "Name a model", handlers.name_model, household),
+        at(
+            "DELETE /household/{name:path}",
             "Have a model be no more of the household",
             handlers.drop_model,
-            answer=household,
+            household,
         ),
-        post("/load", "Load a model", handlers.load, ModelBody, ShownJob),
-        post("/unload", "Free the model that is loaded", handlers.unload, None, ShownJob),
-        post("/pull", "Pull a model from the Hub", handlers.pull, PullBody, ShownJob),
-        post("/jobs/{id}/cancel", "Cancel a job", handlers.cancel_job, None, ShownJob),
-        post(
-            "/requests/{id}/cancel",
+        at("POST /load", "Load a model", handlers.load, ShownJob),
+        at("POST /unload", "Free the model that is loaded", handlers.unload, ShownJob),
+        at("POST /pull", "Pull a model from the Hub", handlers.pull, ShownJob),
+        at("POST /jobs/{id}/cancel", "Cancel a job", handlers.cancel_job, ShownJob),
+        at(
+            "POST /requests/{id}/cancel",
             "Cancel a request of the ring",
             handlers.cancel_request,
-            None,
             Cancelled,
         ),
     ]

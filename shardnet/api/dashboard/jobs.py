@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -22,6 +22,7 @@ from shardnet.api.server.service import Service
 from shardnet.checkpoint.hub_cache import HubName
 from shardnet.cluster.download.hub import pull_beside
 from shardnet.errors import ShardnetError, internal_error, shown
+from shardnet.transport.loop import cancel_all
 from shardnet.wire.messages.plans import NodeProgress
 
 KEPT_S: Final = 600.0
@@ -48,28 +49,24 @@ class _Job:
     nodes: dict[int, ShownProgress] = field(default_factory=dict)
 
 
+@dataclass(eq=False, repr=False)
 class Jobs:
     """The jobs of one server. `notify` is called when one has changed."""
 
-    def __init__(
-        self,
-        service: Service,
-        notify: Callable[[], None],
-        *,
-        pull: Pull = pull_beside,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._service = service
-        self._notify = notify
-        self._pull = pull
-        self._clock = clock
+    service: Service
+    notify: Callable[[], None]
+    _: KW_ONLY
+    download: Pull = pull_beside
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._jobs: dict[str, _Job] = {}
         self._n_begun = 0
         self._notified_s = 0.0
 
     def listed(self) -> list[ShownJob]:
         """List those that run, and those that ended not long ago, in the order of their start."""
-        now_s = self._clock()
+        now_s = self.clock()
         for name, job in list(self._jobs.items()):
             if job.ended_s is not None and now_s - job.ended_s > KEPT_S:
                 del self._jobs[name]
@@ -77,15 +74,15 @@ class Jobs:
 
     async def load(self, name: str) -> ShownJob:
         """Load a model. Raises HttpError 404 for one that nobody has, 409 while one loads."""
-        model = await self._service.models.find(name or None)
+        model = await self.service.models.find(name or None)
         self._check_free("load", "")
         job = self._begin("load", model.name)
         job.loads = model.choice.model
-        switch = self._service.switch
+        switch = self.service.switch
 
         def note(text: str) -> None:
             if not job.nodes:  # later its nodes tell more
-                job.shown.phase = self._service.models.shown(text)
+                job.shown.phase = self.service.models.shown(text)
                 self._tell()
 
         async def work() -> None:
@@ -106,9 +103,9 @@ class Jobs:
         self._check_free("load", "")
         self._check_free("unload", "")
         job = self._begin("unload", name)
-        switch = self._service.switch
+        switch = self.service.switch
         unload = (
-            partial(switch.unload, switch.model) if switch.model else self._service.client.unload
+            partial(switch.unload, switch.model) if switch.model else self.service.client.unload
         )
         return self._run(job, unload)
 
@@ -132,8 +129,8 @@ class Jobs:
             self._tell()
 
         async def work() -> None:
-            await self._pull(name, progress, self._service.settings.log)
-            self._service.models.forget()
+            await self.download(name, progress, self.service.settings.log)
+            self.service.models.forget()
 
         return self._run(job, work)
 
@@ -143,11 +140,10 @@ class Jobs:
         if job is None:
             raise refused(f"there is no job '{name[:50]}'", status=404)
         if job.task is not None and not job.task.done():
-            job.task.cancel()
-            await asyncio.gather(job.task, return_exceptions=True)
+            await cancel_all(job.task)
             if job.loads:
                 with suppress(ShardnetError):
-                    await self._service.switch.unload(job.loads)
+                    await self.service.switch.unload(job.loads)
         return self._as_shown(job)
 
     def _running(self) -> list[_Job]:
@@ -168,13 +164,13 @@ class Jobs:
         for key in ended[: max(0, len(self._jobs) + 1 - MAX_KEPT)]:
             del self._jobs[key]
         shown_job = ShownJob(id=name, kind=kind, model=model)
-        self._jobs[name] = _Job(shown=shown_job, began_s=self._clock())
+        self._jobs[name] = _Job(shown=shown_job, began_s=self.clock())
         return self._jobs[name]
 
     def _run(self, job: _Job, work: Callable[[], Coroutine[Any, Any, None]]) -> ShownJob:
-        job.task = self._service.keep(self._watched(job, work))
+        job.task = self.service.keep(self._watched(job, work))
         job.task.add_done_callback(lambda task: self._end(job, "cancelled"))
-        self._notify()
+        self.notify()
         return self._as_shown(job)
 
     async def _watched(self, job: _Job, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -192,12 +188,12 @@ class Jobs:
         """Keep how a job ended. What is said first counts."""
         if job.ended_s is not None:
             return
-        job.shown.state, job.ended_s = state, self._clock()
+        job.shown.state, job.ended_s = state, self.clock()
         if error is not None:
-            shown_text = self._service.models.shown
+            shown_text = self.service.models.shown
             job.shown.error = shown_text(error.message)
             job.shown.remedy = shown_text(error.remedy) or None
-        self._notify()
+        self.notify()
 
     def _take(self, job: _Job, progress: NodeProgress) -> None:
         """Take the progress of a stage. Counts of what is measured are not added to bytes."""
@@ -211,12 +207,12 @@ class Jobs:
 
     def _tell(self) -> None:
         """Report progress, not too often: what was left out goes with the next report."""
-        now_s = self._clock()
+        now_s = self.clock()
         if now_s - self._notified_s >= EVERY_S:
             self._notified_s = now_s
-            self._notify()
+            self.notify()
 
     def _as_shown(self, job: _Job) -> ShownJob:
-        end_s = self._clock() if job.ended_s is None else job.ended_s
+        end_s = self.clock() if job.ended_s is None else job.ended_s
         nodes = [job.nodes[rank] for rank in sorted(job.nodes)]
         return replace(job.shown, age_s=end_s - job.began_s, nodes=nodes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -225,16 +226,16 @@ class OllamaGenerated(OllamaLine, kw_only=True):
     thinking: str | UnsetType = UNSET
 
 
+@dataclass(frozen=True, slots=True)
 class AnswerForm:
     """Writes the lines of one request, as those of a chat or of a generation.
 
     `began_s` is when that came, by the monotonic clock.
     """
 
-    def __init__(self, model: str, *, is_chat: bool, began_s: float) -> None:
-        self.began_s = began_s
-        self._model = model
-        self._is_chat = is_chat
+    model: str
+    began_s: float
+    is_chat: bool
 
     def write(
         self,
@@ -247,37 +248,38 @@ class AnswerForm:
     ) -> OllamaLine:
         """Write a line; it is the last one if it has a `done_reason`."""
         common: dict[str, Any] = {
-            "model": self._model,
+            "model": self.model,
             "created_at": now(),
             "done": bool(done_reason),
             "done_reason": done_reason or UNSET,
             "logprobs": [_logprob(one) for one in logprobs] or UNSET,
         }
-        if not self._is_chat:
+        if not self.is_chat:
             return OllamaGenerated(response=content, thinking=thinking or UNSET, **common)
         message = OllamaAnswerMessage(
             content=content, thinking=thinking or UNSET, tool_calls=list(calls) or UNSET
         )
         return OllamaChatAnswer(message=message, **common)
 
+    def last(self, end: Ended, now_s: float, content: str = "", **more: Any) -> OllamaLine:
+        """Write the last line, with what the request took: first it waited for its model."""
+        reason = "length" if end.finish_reason == "length" else "stop"
+        line, took_s = self.write(content, done_reason=reason, **more), now_s - self.began_s
+        timing, usage = end.result.timing, end.result.usage
+        ran_s = timing.total_s - timing.load_s
+        line.total_duration = int(took_s * _SECOND)
+        line.load_duration = int(max(0.0, took_s - ran_s) * _SECOND)
+        line.prompt_eval_count = usage.n_prompt
+        line.prompt_eval_duration = int(timing.ttft_s * _SECOND)
+        line.eval_count = usage.n_generated
+        line.eval_duration = int(max(0.0, ran_s - timing.ttft_s) * _SECOND)
+        return line
+
 
 def now(ahead_s: float = 0.0) -> str:
     """Return the time, or a later one, as Ollama writes it."""
     at = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=ahead_s)
     return at.isoformat().replace("+00:00", "Z")
-
-
-def count(line: OllamaLine, end: Ended, took_s: float) -> None:
-    """Add to the last line what the request took: in all `took_s`, before it ran for its model."""
-    timing, usage = end.result.timing, end.result.usage
-    ran_s = timing.total_s - timing.load_s
-    decoding_s = max(0.0, ran_s - timing.ttft_s)
-    line.total_duration = int(took_s * _SECOND)
-    line.load_duration = int(max(0.0, took_s - ran_s) * _SECOND)
-    line.prompt_eval_count = usage.n_prompt
-    line.prompt_eval_duration = int(timing.ttft_s * _SECOND)
-    line.eval_count = usage.n_generated
-    line.eval_duration = int(decoding_s * _SECOND)
 
 
 def _logprob(chosen: TokenLogprob) -> OllamaTokenLogprob:

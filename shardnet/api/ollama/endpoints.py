@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import aclosing
+from functools import partial
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -13,11 +14,8 @@ from shardnet.api.embedding import Embedding, Pooling, Shape, embed
 from shardnet.api.ollama.body import (
     OLLAMA,
     ModelName,
-    OllamaChat,
     OllamaChatAnswer,
-    OllamaGenerate,
     OllamaGenerated,
-    OllamaShow,
 )
 from shardnet.api.ollama.generating import STREAM_TYPE, chat, generate, keep_of
 from shardnet.api.ollama.models import (
@@ -29,11 +27,7 @@ from shardnet.api.ollama.models import (
     version,
 )
 from shardnet.api.ollama.pulling import (
-    OllamaCopy,
-    OllamaCreate,
-    OllamaDelete,
     OllamaProgress,
-    OllamaPull,
     Pulls,
     copy,
     create,
@@ -140,52 +134,49 @@ async def _vectors(
 
 def endpoints() -> list[Endpoint[Any]]:
     """List these endpoints."""
-    facts = ModelFacts()
+    facts, at = ModelFacts(), OLLAMA.at
+    counted = partial(at, counts=True)
 
     def streamed(
-        route: str, summary: str, handle: Any, body: Any, answer: Any, **more: Any
+        route: str, summary: str, handle: Any, answer: Any, *, counts: bool = False
     ) -> Endpoint[Any]:
-        further = {"chunk": answer, "chunk_type": STREAM_TYPE, **more}
-        return OLLAMA.at(route, summary, handle, body, answer, **further)
+        further = {"chunk": answer, "chunk_type": STREAM_TYPE, "counts": counts}
+        return at(route, summary, handle, answer, **further)
 
     return [
-        OLLAMA.at("POST /api/copy", "Give a model a further name", copy, OllamaCopy),
+        at("POST /api/copy", "Give a model a further name", copy),
         streamed(
-            *("POST /api/create", "Give a model a further name, as one that is made of it"),
-            *(create, OllamaCreate, OllamaProgress),
+            "POST /api/create",
+            "Give a model a further name, as one that is made of it",
+            create,
+            OllamaProgress,
         ),
-        OLLAMA.at("DELETE /api/delete", "Drop a name that was given", delete, OllamaDelete),
-        OLLAMA.at("POST /api/push", "Not done by this server: the answer says what is", push),
+        at("DELETE /api/delete", "Drop a name that was given", delete),
+        at("POST /api/push", "Not done by this server: the answer says what is", push),
         streamed(
-            *("POST /api/pull", "Pull a model of the Hugging Face Hub to this machine"),
-            *(Pulls(), OllamaPull, OllamaProgress),
+            "POST /api/pull",
+            "Pull a model of the Hugging Face Hub to this machine",
+            Pulls().pull,
+            OllamaProgress,
             counts=True,
         ),
-        OLLAMA.at("GET /api/version", "The version of Ollama's API", version, answer=OllamaVersion),
-        OLLAMA.at(
-            "GET /api/tags", "The models that may be asked for", facts.tags, answer=OllamaModels
-        ),
-        OLLAMA.at("GET /api/ps", "The models that are loaded", facts.running, answer=OllamaModels),
-        OLLAMA.at(
-            "POST /api/show", "What is known of a model", facts.show, OllamaShow, OllamaShown
-        ),
+        at("GET /api/version", "The version of Ollama's API", version, OllamaVersion),
+        at("GET /api/tags", "The models that may be asked for", facts.tags, OllamaModels),
+        at("GET /api/ps", "The models that are loaded", facts.running, OllamaModels),
+        at("POST /api/show", "What is known of a model", facts.show, OllamaShown),
+        streamed("POST /api/chat", "Continue a conversation", chat, OllamaChatAnswer, counts=True),
         streamed(
-            *("POST /api/chat", "Continue a conversation", chat),
-            *(OllamaChat, OllamaChatAnswer),
+            "POST /api/generate",
+            "Answer a prompt, or continue it as it is",
+            generate,
+            OllamaGenerated,
             counts=True,
         ),
-        streamed(
-            *("POST /api/generate", "Answer a prompt, or continue it as it is", generate),
-            *(OllamaGenerate, OllamaGenerated),
-            counts=True,
-        ),
-        OLLAMA.at(
-            *("POST /api/embed", "Texts as vectors", embed_texts, OllamaEmbed, OllamaEmbedded),
-            counts=True,
-        ),
-        OLLAMA.at(
-            *("POST /api/embeddings", "A text as a vector, in the older form", embed_text),
-            *(OllamaOldEmbed, OllamaOldEmbedded),
-            counts=True,
+        counted("POST /api/embed", "Texts as vectors", embed_texts, OllamaEmbedded),
+        counted(
+            "POST /api/embeddings",
+            "A text as a vector, in the older form",
+            embed_text,
+            OllamaOldEmbedded,
         ),
     ]

@@ -39,7 +39,6 @@ from shardnet.api.ollama.body import (
     OllamaMessage,
     OllamaOptions,
     OllamaRequest,
-    count,
     line,
 )
 from shardnet.api.ollama.models import find_model
@@ -72,15 +71,9 @@ def chat_request(body: OllamaChat, model: ModelChoice) -> ChatRequest:
 
     Raises HttpError 400, which names the field, for what cannot be done.
     """
-    tools = tuple(
-        Tool(
-            name=tool.function.name,
-            description=tool.function.description or "",
-            parameters=tool.function.parameters,
-        )
-        for tool in body.tools or ()
-        if tool.type in (None, "function") and tool.function is not None
-    )
+    functions = [tool.function for tool in body.tools or () if tool.type in (None, "function")]
+    given = [*filter(None, functions)]
+    tools = msgspec.convert(given, tuple[Tool, ...], from_attributes=True)
     return _request(body, _turns(body.messages or ()), model, tools)
 
 
@@ -239,7 +232,7 @@ async def chat(exchange: Exchange, body: OllamaChat) -> Reply:
     """Answer a chat."""
     served = await find_model(exchange.service.models, body.model)
     name = body.model or served.name
-    form = AnswerForm(name, is_chat=True, began_s=exchange.began_s)
+    form = AnswerForm(name, exchange.began_s, is_chat=True)
     request = chat_request(body, served.choice)
     exchange.keep = keep_of(body.keep_alive)
     if not body.messages:
@@ -251,7 +244,7 @@ async def generate(exchange: Exchange, body: OllamaGenerate) -> Reply:
     """Answer a generation."""
     served = await find_model(exchange.service.models, body.model)
     name = body.model or served.name
-    form = AnswerForm(name, is_chat=False, began_s=exchange.began_s)
+    form = AnswerForm(name, exchange.began_s, is_chat=False)
     request = generate_request(body, served.choice)
     exchange.keep = keep_of(body.keep_alive)
     if not body.prompt:
@@ -340,7 +333,7 @@ async def _lines(
                 case Ended():
                     for call in calls.end():
                         yield line(form.write(calls=[call]))
-                    yield line(_last(form.write(done_reason=_reason(told)), told, form))
+                    yield line(form.last(told, time.monotonic()))
 
 
 def _written(
@@ -415,23 +408,14 @@ class _Whole:
     def written(self, form: AnswerForm) -> OllamaLine:
         """Write it."""
         assert self.end is not None
-        whole = form.write(
+        return form.last(
+            self.end,
+            time.monotonic(),
             "".join(self._content),
             thinking="".join(self._thinking),
             calls=[*self._calls, *self._open.end()],
             logprobs=self._logprobs,
-            done_reason=_reason(self.end),
         )
-        return _last(whole, self.end, form)
-
-
-def _last(written: OllamaLine, end: Ended, form: AnswerForm) -> OllamaLine:
-    count(written, end, time.monotonic() - form.began_s)
-    return written
-
-
-def _reason(end: Ended) -> str:
-    return "length" if end.finish_reason == "length" else "stop"
 
 
 async def _run_raw(

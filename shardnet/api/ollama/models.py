@@ -12,8 +12,8 @@ import contextlib
 import hashlib
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -49,19 +49,6 @@ TAG: Final = ":latest"
 """What programs add to a name that has no tag."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """What is known of a model: `context` is 0 and `template` "" where it is not.
-
-    `listed` is what the nodes say of it, `capabilities` are Ollama's words.
-    """
-
-    listed: ListedModel
-    context: int
-    template: str
-    capabilities: tuple[str, ...]
-
-
 class ModelFacts:
     """Remembers what was found out."""
 
@@ -70,27 +57,6 @@ class ModelFacts:
         self._listed: dict[str, ListedModel] = {}
         self._listed_at_s: float | None = None
         self._listing = asyncio.Lock()
-
-    async def of(self, exchange: Exchange, served: ServedModel) -> Facts:
-        """Find out about a model."""
-        listed = await self.listed(exchange, served)
-        described = None
-        if listed.kind:
-            return Facts(
-                listed=listed,
-                context=listed.context,
-                template="",
-                capabilities=("embedding",),
-            )
-        with contextlib.suppress(ShardnetError, TimeoutError):
-            async with asyncio.timeout(ASK_S):
-                described = await self._described(exchange, served)
-        return Facts(
-            listed=listed,
-            context=self.context_of(served, listed),
-            template=described.template if described is not None else "",
-            capabilities=capabilities_of(described),
-        )
 
     def context_of(self, served: ServedModel, listed: ListedModel) -> int:
         """Return the context that a model has here, in tokens, 0 where that is not known."""
@@ -174,7 +140,16 @@ class ModelFacts:
     async def show(self, exchange: Exchange, body: OllamaShow) -> Reply:
         """Describe a model, as far as that can be known without switching to it."""
         served = await find_model(exchange.service.models, body.model or body.name)
-        return Json(value=_shown(served.name, await self.of(exchange, served)))
+        listed, described = await self.listed(exchange, served), None
+        if listed.kind:
+            shown = _shown(served.name, listed, listed.context, "", ("embedding",))
+            return Json(value=shown)
+        with contextlib.suppress(ShardnetError, TimeoutError):
+            async with asyncio.timeout(ASK_S):
+                described = await self._described(exchange, served)
+        template = described.template if described is not None else ""
+        context, words = self.context_of(served, listed), capabilities_of(described)
+        return Json(value=_shown(served.name, listed, context, template, words))
 
 
 def capabilities_of(described: TokenizerDescribed | None) -> tuple[str, ...]:
@@ -267,22 +242,24 @@ async def version(exchange: Exchange, body: None) -> Reply:
     return Json(value=OllamaVersion(node=service.client.node_name, uptime_s=service.uptime_s))
 
 
-def _shown(name: str, facts: Facts) -> OllamaShown:
-    listed = facts.listed
+def _shown(
+    name: str, listed: ListedModel, context: int, template: str, capabilities: Sequence[str]
+) -> OllamaShown:
+    """Describe a model: `context` is 0 and `template` "" where it is not known."""
     family = listed.family or "unknown"
     known: dict[str, str | int] = {
         "general.architecture": family,
         "general.basename": name,
         "general.license": listed.licence,
         "general.parameter_count": listed.parameters,
-        f"{family}.context_length": facts.context,
+        f"{family}.context_length": context,
     }
     return OllamaShown(
         license=listed.licence,
-        template=facts.template,
+        template=template,
         details=_details(listed),
         model_info={key: value for key, value in known.items() if value},
-        capabilities=list(facts.capabilities),
+        capabilities=[*capabilities],
         modified_at=written(listed.modified_s),
     )
 

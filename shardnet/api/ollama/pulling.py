@@ -64,7 +64,7 @@ class Pulls:
         self._pull = pull
         self._running: set[str] = set()
 
-    async def __call__(self, exchange: Exchange, body: OllamaPull) -> Reply:
+    async def pull(self, exchange: Exchange, body: OllamaPull) -> Reply:
         """Pull a model of the Hub to this machine; files of one given up are kept if whole."""
         name = _hub_name(body.model or body.name or "")
         lines = self._lines(exchange, name)

@@ -181,7 +181,7 @@ async def _chunks(
                     results.append(result)
                     yield writer.chunk(sample, ChatDelta(), end=told)
     if with_usage:
-        yield writer.last(usage_of(results))
+        yield writer.event_of([], usage_of(results))
     yield DONE
 
 
@@ -267,11 +267,7 @@ class _Writer:
             finish_reason=self._reason(end.finish_reason) if end is not None else None,
         )
         timings = timings_of([end.result]) if end is not None else UNSET
-        return self._event([choice], self.usage, timings)
-
-    def last(self, usage: UsageBody) -> bytes:
-        """Write the event that has the usage."""
-        return self._event([], usage)
+        return self.event_of([choice], self.usage, timings)
 
     def answer(self, samples: Sequence[_Sample], *, with_logprobs: bool) -> ChatCompletion:
         """Make the whole answer."""
@@ -303,7 +299,7 @@ class _Writer:
     def _reason(self, reason: str) -> str:
         return "function_call" if self._has_old_form and reason == "tool_calls" else reason
 
-    def _event(
+    def event_of(
         self,
         choices: list[ChunkChoice],
         usage: UsageBody | UnsetType | None,

@@ -247,16 +247,8 @@ def _tools(body: ChatBody) -> tuple[tuple[Tool, ...], ToolChoice, str]:
 
 def _every_tool(body: ChatBody) -> tuple[Tool, ...]:
     functions = [tool.function for tool in body.tools or () if tool.type == "function"]
-    return tuple(map(_tool, filter(None, body.functions or functions)))
-
-
-def _tool(function: FunctionBody) -> Tool:
-    return Tool(
-        name=function.name,
-        description=function.description or "",
-        parameters=function.parameters,
-        strict=bool(function.strict),
-    )
+    given = [*filter(None, body.functions or functions)]
+    return msgspec.convert(given, tuple[Tool, ...], from_attributes=True)
 
 
 def known_tool(

@@ -13,6 +13,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from shardnet.api.client import raising
 from shardnet.api.events import GenerationEvent, GenerationResult, TokenLogprob
 from shardnet.api.openai.faults import DONE
 from shardnet.api.openai.logprobs import (
@@ -164,15 +165,11 @@ async def _middles(
     return [one.prompt for one in made]
 
 
-async def _events(exchange: Exchange, job: _Job) -> AsyncGenerator[GenerationEvent, None]:
+def _events(exchange: Exchange, job: _Job) -> AsyncGenerator[GenerationEvent, None]:
     """Yield the events of all samples. Raises the first error."""
     prompts: Prompts = job.prompts
-    events = exchange.generate(prompts, job.sampling, n=job.n, model=job.model, **job.options)
-    async with aclosing(events):
-        async for told in events:
-            if told.error is not None:
-                raise told.error
-            yield told
+    options = job.options
+    return raising(exchange.generate(prompts, job.sampling, n=job.n, model=job.model, **options))
 
 
 async def _whole(exchange: Exchange, job: _Job) -> Completion:
@@ -191,7 +188,8 @@ async def _whole(exchange: Exchange, job: _Job) -> Completion:
         writer = TextLogprobsWriter()
         text, tokens = result.text, _scored(result.logprobs)
         if job.echo:
-            echoed = await _echoed(exchange, job, result)
+            prompt, known = result.prompt_token_ids, filter(None, result.prompt_logprobs or ())
+            echoed = await _echo_of(exchange, job, result.index, [*known], prompt)
             writer = TextLogprobsWriter(start=echoed.start)
             text, tokens = echoed.text + text, [*echoed.tokens, *tokens]
         logprobs = writer.write(tokens) if job.has_logprobs else None
@@ -260,11 +258,6 @@ class _Echo:
     def start(self) -> int:
         """Where the first token begins: before the text, if that leaves it or its space out."""
         return len(self.text) - n_characters(self.tokens)
-
-
-async def _echoed(exchange: Exchange, job: _Job, result: GenerationResult) -> _Echo:
-    scored = [logprob for logprob in result.prompt_logprobs or () if logprob is not None]
-    return await _echo_of(exchange, job, result.index, scored, result.prompt_token_ids)
 
 
 async def _echo_of(

@@ -6,6 +6,7 @@ In the form that vLLM gave these endpoints, which evaluation programs ask for.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -16,7 +17,6 @@ from shardnet.api.client import Client
 from shardnet.api.openai.chat import (
     ChatChunk,
     ChatCompletion,
-    ControlBody,
     Controlled,
     complete_chat,
     control_chat,
@@ -24,18 +24,14 @@ from shardnet.api.openai.chat import (
 from shardnet.api.openai.chat_body import ChatBody, chat_request
 from shardnet.api.openai.completions import (
     Completion,
-    CompletionBody,
     InfillAnswer,
-    InfillBody,
     complete,
     fill_in,
 )
 from shardnet.api.openai.embeddings import (
-    EmbeddingBody,
     EmbeddingList,
     RankedText,
     Ranking,
-    RerankBody,
     embeddings,
     rank,
 )
@@ -190,88 +186,60 @@ async def show_model(exchange: Exchange, body: None) -> Reply:
 
 def endpoints() -> list[Endpoint[Any]]:
     """List these endpoints."""
+    counted = partial(OPENAI.at, counts=True)
     return [
-        OPENAI.at(
+        counted(
             "POST /v1/chat/completions",
             "Continue a conversation",
             complete_chat,
-            ChatBody,
             ChatCompletion,
             chunk=ChatChunk,
-            counts=True,
         ),
         OPENAI.at(
             "POST /v1/chat/completions/control",
             "End the reasoning of an answer that is being made",
             control_chat,
-            ControlBody,
             Controlled,
         ),
-        OPENAI.at(
+        counted(
             "POST /v1/completions",
             "Continue texts or token ids",
             complete,
-            CompletionBody,
             Completion,
             chunk=Completion,
-            counts=True,
         ),
-        OPENAI.at(
+        counted(
             "POST /infill",
             "What stands between two texts, in llama-server's form",
             fill_in,
-            InfillBody,
             InfillAnswer,
             chunk=InfillAnswer,
-            counts=True,
         ),
-        OPENAI.at(
-            "POST /v1/embeddings",
-            "Texts or token ids as vectors",
-            embeddings,
-            EmbeddingBody,
-            EmbeddingList,
-            counts=True,
-        ),
+        counted("POST /v1/embeddings", "Texts or token ids as vectors", embeddings, EmbeddingList),
         *(
-            OPENAI.at(
+            counted(
                 f"POST {path}",
                 "Documents in the order of how well they answer a query",
                 rank,
-                RerankBody,
                 Ranking | list[RankedText],
-                counts=True,
             )
             for path in ("/v1/rerank", "/v2/rerank", "/rerank")
         ),
-        OPENAI.at(
-            "GET /v1/models", "The models that may be asked for", list_models, answer=ModelList
-        ),
-        OPENAI.at("GET /v1/models/{name:path}", "One model", show_model, answer=ModelCard),
-        OPENAI.at(
-            "POST /tokenize", "Text to token ids", tokenize, TokenizeBody, Tokens, counts=True
-        ),
-        OPENAI.at(
-            "POST /detokenize",
-            "Token ids to text",
-            detokenize,
-            DetokenizeBody,
-            Detokenized,
-            counts=True,
-        ),
-        OPENAI.at(
+        OPENAI.at("GET /v1/models", "The models that may be asked for", list_models, ModelList),
+        OPENAI.at("GET /v1/models/{name:path}", "One model", show_model, ModelCard),
+        counted("POST /tokenize", "Text to token ids", tokenize, Tokens),
+        counted("POST /detokenize", "Token ids to text", detokenize, Detokenized),
+        counted(
             "POST /apply-template",
             "A conversation in the model's chat template, in llama-server's form",
             apply_template,
-            ChatBody,
             Applied,
-            counts=True,
         ),
         OPENAI.at(
             "GET /tokenizer_info",
             "The tokens that begin and end a text, and the chat template",
             tokenizer_info,
-            answer=TokenizerInfo,
+            TokenizerInfo,
         ),
     ]
 

@@ -288,7 +288,7 @@ class ItemEvents:
             case ReasoningDelta(text=text):
                 if not self._is_last(ReasoningItem):
                     yield from self._begin(ReasoningItem(id=self._new_id("rs")))
-                yield self._more_thought(text)
+                yield self._more(ThoughtDelta, text)
             case ContentDelta(text=text):
                 if not self._is_last(MessageItem):
                     yield from self._begin(MessageItem(id=self._new_id("msg")))
@@ -297,7 +297,7 @@ class ItemEvents:
                 item = CallItem(id=self._new_id("fc"), call_id=call_id or "", name=name)
                 yield from self._begin(item)
             case ToolCallDelta(text=text):
-                yield self._more_arguments(text)
+                yield self._more(ArgumentsDelta, text)
             case ToolCallCut():
                 yield from self._close("incomplete")
 
@@ -368,12 +368,7 @@ class ItemEvents:
         item.content[0].logprobs += logprobs
         return TextDelta(item_id=item.id, output_index=self._index, delta=text, logprobs=logprobs)
 
-    def _more_thought(self, text: str) -> StreamEvent:
+    def _more(self, kind: type[ThoughtDelta] | type[ArgumentsDelta], text: str) -> StreamEvent:
         self._parts.append(text)
         self._logprobs = []
-        return ThoughtDelta(item_id=self.items[-1].id, output_index=self._index, delta=text)
-
-    def _more_arguments(self, text: str) -> StreamEvent:
-        self._parts.append(text)
-        self._logprobs = []
-        return ArgumentsDelta(item_id=self.items[-1].id, output_index=self._index, delta=text)
+        return kind(item_id=self.items[-1].id, output_index=self._index, delta=text)

@@ -25,7 +25,7 @@ from shardnet.api.chat.request import (
 )
 from shardnet.api.openai.chat_body import known_tool, picture_of_url
 from shardnet.api.openai.sampling import Count, SamplingBody, options_of, sampling_of
-from shardnet.api.server.errors import refused
+from shardnet.api.server.errors import needed, refused
 from shardnet.constraints import Constraint
 from shardnet.errors import shown
 from shardnet.sampling_params import MAX_LOGPROBS
@@ -224,16 +224,8 @@ def _tools(body: ResponseBody) -> tuple[tuple[Tool, ...], ToolChoice, str]:
 
 
 def _every_tool(body: ResponseBody) -> tuple[Tool, ...]:
-    return tuple(
-        Tool(
-            name=tool.name,
-            description=tool.description or "",
-            parameters=tool.parameters,
-            strict=bool(tool.strict),
-        )
-        for tool in body.tools or ()
-        if tool.type == "function" and tool.name
-    )
+    functions = [tool for tool in body.tools or () if tool.type == "function" and tool.name]
+    return msgspec.convert(functions, tuple[Tool, ...], from_attributes=True)
 
 
 def input_items(body: ResponseBody) -> list[ItemBody]:
@@ -291,8 +283,8 @@ def _assistants(item: ItemBody, where: str) -> ChatTurn | None:
             if item.type == "custom_tool_call":
                 arguments = {"input": item.input or ""}
             call = ToolCall(
-                id=_needed(item.call_id, f"{where}.call_id"),
-                name=_needed(item.name, f"{where}.name"),
+                id=needed(item.call_id, f"{where}.call_id"),
+                name=needed(item.name, f"{where}.name"),
                 arguments=_as_text(arguments),
             )
             return ChatTurn(role="assistant", tool_calls=(call,))
@@ -313,11 +305,11 @@ def _others(item: ItemBody, where: str, names: Mapping[str, str]) -> ChatTurn | 
     """Return the turn of an item, None for one of a type that is passed over."""
     match item.type:
         case "message":
-            role = _needed(item.role, f"{where}.role")
+            role = needed(item.role, f"{where}.role")
             parts = _parts(item.content, f"{where}.content")
             return ChatTurn.of("system" if role == "developer" else role, parts)
         case "function_call_output" | "custom_tool_call_output":
-            call_id = _needed(item.call_id, f"{where}.call_id")
+            call_id = needed(item.call_id, f"{where}.call_id")
             output = item.output
             if isinstance(output, dict):
                 output = _as_text(output)
@@ -356,9 +348,3 @@ def _parts(content: str | Sequence[ItemPart] | None, where: str) -> list[Part]:
 
 def _as_text(value: str | Mapping[str, Any]) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _needed(value: str | None, where: str) -> str:
-    if not value:
-        raise refused(f"{where} is missing", where)
-    return value

@@ -52,6 +52,7 @@ from shardnet.api.server.endpoint import (
 from shardnet.api.server.errors import Fault, HttpError, fault_of, refused, too_many
 from shardnet.api.server.service import Exchange
 from shardnet.errors import ContextExceededError, ShardnetError, UsageError, shown
+from shardnet.transport.loop import cancel_all
 from shardnet.types import whole_number
 
 _PREFIX: Final = "resp_"
@@ -278,8 +279,7 @@ class Responses:
                 response.status = "cancelled"
             except Exception as error:
                 last = [failed_event(fault_of(error), response, len(log.events))]
-            running.tasks[1].cancel()
-            await asyncio.gather(running.tasks[1], return_exceptions=True)
+            await cancel_all(running.tasks[1])
             await keep(log.packed(last))
             exchange.service.settings.log(f"{response.id} {response.status}")
         finally:
@@ -524,7 +524,6 @@ def endpoints() -> list[Endpoint[Any]]:
             "POST /v1/responses",
             "Continue a conversation of items",
             responses.respond,
-            ResponseBody,
             Response,
             chunk=StreamEvent,
             counts=True,
@@ -533,7 +532,6 @@ def endpoints() -> list[Endpoint[Any]]:
             "POST /v1/responses/input_tokens",
             "How many tokens a conversation of items has",
             responses.count,
-            ResponseBody,
             InputCounted,
             counts=True,
         ),
@@ -541,18 +539,18 @@ def endpoints() -> list[Endpoint[Any]]:
             "GET /v1/responses/{response_id}",
             "A response that is kept or being made, or the rest of its stream",
             responses.show,
-            answer=Response,
+            Response,
         ),
         RESPONSES.at(
             "POST /v1/responses/{response_id}/cancel",
             "Make no more of a response in the background",
             responses.cancel,
-            answer=Response,
+            Response,
         ),
         RESPONSES.at(
             "DELETE /v1/responses/{response_id}",
             "Keep a response no longer",
             responses.delete,
-            answer=Deleted,
+            Deleted,
         ),
     ]

@@ -42,6 +42,7 @@ from shardnet.errors import ConfigurationError, ShardnetError
 from shardnet.plugins import ENDPOINTS, installed, installed_names
 from shardnet.transport.address import format_address
 from shardnet.transport.admission import host_name
+from shardnet.transport.loop import cancel_all
 from shardnet.transport.tcp_link import keep_port
 from shardnet.wire.messages.generation import Encode
 from shardnet.wire.messages.plans import ModelChoice
@@ -292,14 +293,12 @@ async def serving(
         await server.until_started(task)
         yield f"{scheme}://{format_address(host, port)}{listening.settings.root_path}"
     finally:
-        announcing.cancel()
-        await asyncio.gather(announcing, return_exceptions=True)
+        await cancel_all(announcing)
         service.stop()
         server.should_exit = True
         await task
         if loading is not None:
-            loading.cancel()
-            await asyncio.gather(loading, return_exceptions=True)
+            await cancel_all(loading)
         await service.close()
 
 
@@ -349,10 +348,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept no more, and end requests."""
-        shaking = [*self._shaking]
-        for task in shaking:
-            task.cancel()
-        await asyncio.gather(*shaking, return_exceptions=True)
+        await cancel_all(*self._shaking)
         await super().shutdown(sockets)
 
     async def _accept(self, bound: socket.socket, context: ssl.SSLContext) -> None:

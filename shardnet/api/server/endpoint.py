@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar, get_type_hints
 
 import msgspec
 from starlette.types import Send
@@ -156,19 +156,22 @@ class Dialect:
         route: str,
         summary: str,
         handle: Callable[[Exchange, Body], Awaitable[Reply]],
-        body: type[Body] | None = None,
         answer: Any = None,
         **further: Any,
     ) -> Endpoint[Body]:
-        """Make an endpoint of a `route`, a method and a path; for the rest see there."""
+        """Make an endpoint of a `route`, a method and a path; for the rest see there.
+
+        The type of its body is that of the handler's parameter `body`.
+        """
         method, path = route.split(" ")
+        body = get_type_hints(handle)["body"]
         return Endpoint(
             method=method,
             path=path,
             summary=summary,
             handle=handle,
             dialect=self,
-            body=body,
+            body=None if body is type(None) else body,
             answer=answer,
             **further,
         )

@@ -121,6 +121,13 @@ def refused(
     return HttpError(fault)
 
 
+def needed(value: str | None, field: str) -> str:
+    """Return what a field has. Raises HttpError 400 where it is missing or empty."""
+    if not value:
+        raise refused(f"{field} is missing", field)
+    return value
+
+
 def too_many(message: str, retry_s: int) -> HttpError:
     """Make the error 429 of a request that came while too many others run."""
     return HttpError(Fault(status=429, message=message, retry_s=retry_s, code="busy"))
@@ -146,20 +153,17 @@ def fault_of(error: Exception) -> Fault:
         case BusyError() | LinkError() | PeerFailedError() | PlanError() | DiskSilentError():
             return Fault(status=503, message=text, retry_s=RETRY_S)
         case CheckpointError():
-            message = _told(error, _unprefixed(error))
-            return Fault(status=404, message=message, code="model_not_found")
+            return Fault(status=404, message=_told(error), code="model_not_found")
         case CancelledRequestError():  # a status at which programs do not ask again
             return Fault(status=400, message=text, code="cancelled")
         case DeadlineError():
-            message = _told(error, _unprefixed(error))
-            return Fault(status=504, message=message)
+            return Fault(status=504, message=_told(error))
         case ShardnetError():
             return Fault(status=500, message=text)
         case _:
             is_check = isinstance(error, AssertionError)
             what = "a check of its own failed" if is_check else type(error).__name__
-            message = f"internal error: {what}, a bug of shardnet"
-            return Fault(status=500, message=message)
+            return Fault(status=500, message=f"internal error: {what}, a bug of shardnet")
 
 
 def _wrong_request(error: ShardnetError) -> Fault:
@@ -169,8 +173,7 @@ def _wrong_request(error: ShardnetError) -> Fault:
     parameter = name.replace("-", "_") if name in _PARAMETERS else None
     if parameter is not None:
         message = f"{parameter} {rest}"
-    message = _told(error, message)
-    return Fault(status=400, message=message, parameter=parameter)
+    return Fault(status=400, message=_told(error, message), parameter=parameter)
 
 
 def _unprefixed(error: ShardnetError) -> str:
@@ -178,8 +181,9 @@ def _unprefixed(error: ShardnetError) -> str:
     return error.message.removeprefix(f"{error.peer}: ")
 
 
-def _told(error: ShardnetError, message: str) -> str:
-    """Add what to do, unless that is advice to the node's owner."""
+def _told(error: ShardnetError, message: str = "") -> str:
+    """Add what to do to an error's message, or another, unless that is for the node's owner."""
+    message = message or _unprefixed(error)
     is_for_owner = "--" in error.remedy or "`" in error.remedy
     return f"{message}; {error.remedy}" if error.remedy and not is_for_owner else message
 

@@ -40,6 +40,7 @@ from shardnet.api.server.service import Exchange, Service
 from shardnet.api.server.settings import LogLine, Settings
 from shardnet.errors import QueueFullError, ShardnetError, where
 from shardnet.transport.admission import host_name
+from shardnet.transport.loop import cancel_all
 from shardnet.types import whole_number
 
 _log = logging.getLogger(__name__)
@@ -197,7 +198,7 @@ class Handler:
                 return working.result()
             raise Disconnected if leaving.done() else _stopping(self._service.settings)
         finally:
-            await _cancel(working, leaving, stopping)
+            await cancel_all(working, leaving, stopping)
 
     async def _fail(self, exchange: Exchange, error: Exception, writer: AnswerWriter) -> None:
         """Answer with an error, or end a stream that has begun with it."""
@@ -322,11 +323,4 @@ async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        await _cancel(task)
-
-
-async def _cancel(*tasks: asyncio.Task[None]) -> None:
-    """Cancel tasks and wait until they have ended, whatever they end with."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(task)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from contextlib import aclosing
 from typing import Final
 
 from shardnet import __version__
@@ -16,7 +15,7 @@ from shardnet.api.traces import chrome_trace
 from shardnet.checkpoint.model_names import short_name
 from shardnet.errors import ShardnetError
 from shardnet.wire.messages.household import HouseholdModelState
-from shardnet.wire.messages.membership import ReportReply, StatusReply
+from shardnet.wire.messages.membership import StatusReply
 
 STATUS_S: Final = 3.0
 """How long the node may take to say how it is."""
@@ -65,8 +64,8 @@ def _unready(exchange: Exchange, reason: str) -> Reply:
 async def metrics(exchange: Exchange, body: None) -> Reply:
     """Return all counters, those of the nodes as they are now."""
     counters = exchange.service.metrics
-    status, reports, household = await asyncio.gather(
-        _status(exchange), _reports(exchange), _household(exchange)
+    status, (reports, _), household = await asyncio.gather(
+        _status(exchange), exchange.service.client.reports(STATUS_S), _household(exchange)
     )
     counters.node_up.set(0 if isinstance(status, str) else 1)
     counters.ring.take(reports, None if isinstance(status, str) else status.load, household)
@@ -103,19 +102,6 @@ async def _household(exchange: Exchange) -> list[HouseholdModelState]:
         async with asyncio.timeout(STATUS_S):
             return await exchange.service.client.household()
     return []
-
-
-async def _reports(exchange: Exchange) -> list[ReportReply]:
-    """Ask the node and its peers for their reports; return those that come in time."""
-    reports: list[ReportReply] = []
-    with contextlib.suppress(ShardnetError, TimeoutError):
-        async with (
-            asyncio.timeout(STATUS_S),
-            aclosing(exchange.service.client.report(with_peers=True)) as answers,
-        ):
-            async for reply in answers:
-                reports.append(reply)
-    return reports
 
 
 def endpoints(dialect: Dialect) -> list[Endpoint[None]]:

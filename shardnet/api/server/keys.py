@@ -92,9 +92,9 @@ class Keyring:
     def __init__(self, keys: Sequence[ApiKey] = ()) -> None:
         """Take the keys. Raises ConfigurationError where two have one name or one secret."""
         self._keys = [(_digest(key.secret), key) for key in keys]
-        for what, values in (("name", [key.name for key in keys]), ("secret", [*self._keys])):
-            known = [value if isinstance(value, str) else value[0] for value in values]
-            if len(set(known)) < len(known):
+        names, secrets = {key.name for key in keys}, {key.secret for key in keys}
+        for what, values in (("name", names), ("secret", secrets)):
+            if len(values) < len(keys):
                 raise ConfigurationError(
                     f"two API keys have the same {what}", remedy="give each its own"
                 )

@@ -43,6 +43,7 @@ from shardnet.errors import (
     shown,
 )
 from shardnet.sampling_params import SamplingParams
+from shardnet.transport.loop import cancel_all
 from shardnet.types import remember
 from shardnet.wire.framing.schema import MAX_SECONDS
 from shardnet.wire.messages.chat import MAX_PICTURES_BYTES, TokenizerDescribed
@@ -167,10 +168,7 @@ class Service:
 
     async def close(self) -> None:
         """End what goes on beside requests, what `keep` was given too. None may come any more."""
-        tasks = [*self._background]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(*self._background)
         await self.switch.close()
 
 

@@ -16,6 +16,7 @@ from shardnet.api.client import Client
 from shardnet.api.generation import OnLoading
 from shardnet.api.switching.turns import Ticket, Turns
 from shardnet.errors import BusyError, LinkError, PeerFailedError, ShardnetError, ShortageError
+from shardnet.transport.loop import cancel_all
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress
 
 PATIENCE_S: Final = 240.0
@@ -194,9 +195,7 @@ class ModelSwitch:
         for timer in (self._due, self._unload_due):
             if timer is not None:
                 timer.cancel()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(*tasks)
 
     def _go(self, ticket: Ticket, *, promise_s: float = 0.0) -> None:
         self._waiting.pop(ticket, None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -21,7 +21,7 @@ from shardnet.errors import UsageError
 from shardnet.transport.address import split_address
 from shardnet.transport.tls import SHARE_KEY
 from shardnet.types import DType, NodeId
-from shardnet.wire.messages.diagnostics import AddressView, MdnsRecord, Seen
+from shardnet.wire.messages.diagnostics import AddressView, MdnsRecord, NodeReport, PeerView, Seen
 from shardnet.wire.messages.membership import NodeInfo, ReportReply
 
 Topic = Literal[
@@ -184,6 +184,14 @@ class Facts:
         return [reply.info for reply in self.replies if reply.info is not None]
 
     @property
+    def views(self) -> Iterator[tuple[ReportReply, NodeReport, PeerView]]:
+        """What each report says of each other node."""
+        for reply in self.replies:
+            if reply.report is not None:
+                for view in reply.report.peers:
+                    yield reply, reply.report, view
+
+    @property
     def asked_reply(self) -> ReportReply | None:
         """The reply of the asked node itself, None without one."""
         return next((reply for reply in self.replies if reply.node == self.asked_node), None)
@@ -202,20 +210,18 @@ class Facts:
     def live(self) -> dict[str, str]:
         """Names of all running nodes, by id: those that answered, and those they are linked to."""
         live = {reply.node: reply.name for reply in self.replies}
-        for reply in self.replies:
-            for view in reply.report.peers if reply.report else ():
-                if view.is_linked:
-                    live.setdefault(view.node, view.name)
+        for *_, view in self.views:
+            if view.is_linked:
+                live.setdefault(view.node, view.name)
         return live
 
     @cached_property
     def versions(self) -> dict[str, str]:
         """The shardnet version of all running nodes, by id; "" if unknown."""
         versions = {info.node: info.version for info in self.infos}
-        for reply in self.replies:
-            for view in reply.report.peers if reply.report else ():
-                if view.is_linked:
-                    versions.setdefault(view.node, view.version)
+        for *_, view in self.views:
+            if view.is_linked:
+                versions.setdefault(view.node, view.version)
         return versions
 
     def label(self, node: str, name: str = "") -> str:

@@ -161,19 +161,15 @@ def _heard(facts: Facts) -> Iterator[Finding]:
     """
     unheard: dict[str, list[str]] = {}
     too_early = True
-    for reply in facts.replies:
-        if reply.report is None or reply.report.multicast.state != "on":
+    for reply, report, view in facts.views:
+        if report.multicast.state != "on" or not view.is_linked or view.refusal:
             continue
-        for view in reply.report.peers:
-            if not view.is_linked or view.refusal:
-                continue
-            viewer, seen = facts.label(reply.node), facts.label(view.node, view.name)
-            if found := _heard_of(facts, f"{viewer} → {seen}", reply.report, view):
-                yield found
-            else:
-                where = f"{viewer} ({_interfaces(reply.report)})"
-                unheard.setdefault(where, []).append(seen)
-                too_early = too_early and _together_s(facts, reply.report, view) < SETTLED_S
+        viewer, seen = facts.label(reply.node), facts.label(view.node, view.name)
+        if found := _heard_of(facts, f"{viewer} → {seen}", report, view):
+            yield found
+        else:
+            unheard.setdefault(f"{viewer} ({_interfaces(report)})", []).append(seen)
+            too_early = too_early and _together_s(facts, report, view) < SETTLED_S
     if not unheard:
         return
     pairs = "; ".join(f"{viewer} from {listed(seen)}" for viewer, seen in unheard.items())

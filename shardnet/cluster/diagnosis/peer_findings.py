@@ -112,14 +112,12 @@ def _pairs(facts: Facts) -> dict[tuple[str, str], _Pair]:
         pair.seen[seen] = None
         pair.hosts.update(map(host_of, addresses))
 
-    for reply in facts.replies:
-        for view in reply.report.peers if reply.report is not None else ():
-            assert reply.report is not None
-            record = has_other_key(reply.report, view)
-            if record is not None and view.told_by:
-                addresses = [record.address, *(each.address for each in view.addresses)]
-                label, seen = facts.label(reply.node), facts.label(view.node, view.name)
-                note(label, reply.report.cluster, record.cluster, seen, addresses)
+    for reply, report, view in facts.views:
+        record = has_other_key(report, view)
+        if record is not None and view.told_by:
+            addresses = [record.address, *(each.address for each in view.addresses)]
+            label, seen = facts.label(reply.node), facts.label(view.node, view.name)
+            note(label, report.cluster, record.cluster, seen, addresses)
     ours = facts.key.fingerprint
     if not facts.replies and (ours or facts.key.is_set_aside):
         for record in facts.others_found:
@@ -222,11 +220,9 @@ _WORST: tuple[Seen, ...] = (
 
 def pair_findings(facts: Facts) -> Iterator[Finding]:
     """Report how each node that was asked sees each other one."""
-    for reply in facts.replies:
-        if reply.report is not None:
-            for view in reply.report.peers:
-                where = f"{facts.label(reply.node)} → {facts.label(view.node, view.name)}"
-                yield from _view(where, reply.report, view)
+    for reply, report, view in facts.views:
+        where = f"{facts.label(reply.node)} → {facts.label(view.node, view.name)}"
+        yield from _view(where, report, view)
     yield from _closed(facts)
     yield from _mtus(facts)
 
@@ -345,11 +341,10 @@ def _closed(facts: Facts) -> Iterator[Finding]:
 
 def _closed_nodes(facts: Facts) -> Iterator[_Closed]:
     sights: dict[tuple[str, Seen, bool], list[tuple[ReportReply, PeerView]]] = {}
-    for reply in facts.replies:
-        for view in reply.report.peers if reply.report is not None else ():
-            if not view.refusal and _is_closed(view):
-                reason = (view.node, _worst(_tried(view)).seen, view.is_linked)
-                sights.setdefault(reason, []).append((reply, view))
+    for reply, _, view in facts.views:
+        if not view.refusal and _is_closed(view):
+            reason = (view.node, _worst(_tried(view)).seen, view.is_linked)
+            sights.setdefault(reason, []).append((reply, view))
     for (_, seen, is_linked), seen_by in sights.items():
         reply, view = seen_by[0]
         viewers = listed(facts.label(viewer.node) for viewer, _ in seen_by)

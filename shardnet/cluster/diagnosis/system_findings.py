@@ -122,8 +122,7 @@ def _tailnet(facts: Facts) -> Iterator[Finding]:
     if not networks.tailnet_hosts:
         return
     what = f"it is in a tailnet as {listed(networks.tailnet_hosts)}"
-    views = [v for r in facts.replies if r.report is not None for v in r.report.peers]
-    if any(TAILNET in view.told_by for view in views):
+    if any(TAILNET in view.told_by for *_, view in facts.views):
         yield at("tailnet", HERE).good(f"{what}, where nodes find each other")
     else:
         yield at("tailnet", HERE).hint(

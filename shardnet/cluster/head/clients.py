@@ -52,7 +52,7 @@ from shardnet.cluster.head.requests import (
     turn_of,
     with_ids,
 )
-from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
+from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers, RedirectedError
 from shardnet.cluster.planning.plan import Plan
 from shardnet.cluster.planning.planning import Elsewhere, Planner
 from shardnet.cluster.planning.wire_loss import WireLoss
@@ -72,7 +72,7 @@ from shardnet.runtime.scheduling.drafting import FORCED, MTP, NGRAM
 from shardnet.runtime.stage.executor import Executor
 from shardnet.types import LiveState
 from shardnet.wire.messages.chat import DescribeTokenizer
-from shardnet.wire.messages.control import Done, Redirect
+from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.deputies import CopiedTo
 from shardnet.wire.messages.diagnostics import Drafted
 from shardnet.wire.messages.drafting import LoadDrafter
@@ -154,24 +154,20 @@ class Clients:
         with self._hinting(choice):
             plan = await self.planner.plan(
                 choice,
-                lambda done, total: report_progress(
-                    control, message.request, 0, "measuring", done, total
-                ),
+                partial(report_progress, control, message.request, 0, "measuring"),
                 measure_one=True,
                 again=message.again,
                 without=message.without,
                 added=message.added,
             )
         if isinstance(plan, Elsewhere):
-            control.send(Redirect(request=message.request, address=plan.address))
-        elif not plan.choice.wire_dtype:
+            raise RedirectedError(plan.address)
+        if not plan.choice.wire_dtype:
             control.send(replace(plan.reply(message.request), drafters=self._drafters(plan)))
         else:
             wire = await self.wire_loss.narrow(
                 plan,
-                lambda done, total: report_progress(
-                    control, message.request, 0, "loading", done, total
-                ),
+                partial(report_progress, control, message.request, 0, "loading"),
             )
             control.send(plan.reply(message.request, wire))
 
@@ -199,25 +195,21 @@ class Clients:
 
         Raises UsageError if there is neither.
         """
-        elsewhere = self.head.elsewhere()
-        if elsewhere is not None:
-            control.send(Redirect(request=message.request, address=elsewhere.address))
-        elif self._last_run is not None:
-            control.send(replace(self._last_run, request=message.request))
-        else:
+        self.head.check_leads()
+        if self._last_run is None:
             raise UsageError(
                 "this node has led no generation yet", remedy="run `shardnet generate` first"
             )
+        control.send(replace(self._last_run, request=message.request))
 
     async def unload(self, control: ControlLink, message: Unload) -> None:
         """Free the model of the ring that this node leads, or reply Redirect."""
         choice = ModelChoice(model=message.model)
         model = (await self.settled(choice)).model if message.model else ""
         elsewhere = await self.head.unload(model, message.idle_s)
-        if elsewhere is None:
-            control.send(Done(request=message.request))
-        else:
-            control.send(Redirect(request=message.request, address=elsewhere.address))
+        if elsewhere is not None:
+            raise RedirectedError(elsewhere.address)
+        control.send(Done(request=message.request))
 
     async def settled(self, choice: ModelChoice) -> ModelChoice:
         """Return what a ring is made for: the model's name in full, and nothing of one request.
@@ -276,34 +268,29 @@ class Clients:
         async with self.leading(
             control, message.request, message.choice, needed, on_plan, on_loaded
         ) as lead:
-            if lead is not None:
-                if served.copied is not None:
-                    served.copied.check_model(lead.plan.facts.model_id)
-                try:
-                    await self._stream(served, lead)
-                except SupersededError as error:
-                    if message.outputs.asks or not error.address or control.link.closed:
-                        raise
-                    control.send(Redirect(request=message.request, address=error.address))
+            if served.copied is not None:
+                served.copied.check_model(lead.plan.facts.model_id)
+            try:
+                await self._stream(served, lead)
+            except SupersededError as error:
+                if message.outputs.asks or not error.address or control.link.closed:
+                    raise
+                raise RedirectedError(error.address) from error
 
     async def tokenize(self, control: ControlLink, message: Tokenize) -> None:
         """Reply with the token ids of a prompt, or Redirect."""
         generate = message.generate
         needed = needs_tokenizer(generate)
         async with self.leading(control, message.request, generate.choice, needed) as lead:
-            if lead is not None:
-                with self.pictures.held(generate.pictures) as held:
-                    _, token_ids, _ = await self._prompt(generate, lead, held, may_be_long=True)
-                context = lead.ring.spec.form.context
-                control.send(
-                    Tokenized(request=message.request, token_ids=token_ids, context=context)
-                )
+            with self.pictures.held(generate.pictures) as held:
+                _, token_ids, _ = await self._prompt(generate, lead, held, may_be_long=True)
+            context = lead.ring.spec.form.context
+            control.send(Tokenized(request=message.request, token_ids=token_ids, context=context))
 
     async def detokenize(self, control: ControlLink, message: Detokenize) -> None:
         """Reply with the text of token ids, or Redirect."""
         async with self.leading(control, message.request, message.choice, "text") as lead:
-            if lead is not None:
-                control.send(await self.reader.run(lambda: detokenized(message, lead)))
+            control.send(await self.reader.run(lambda: detokenized(message, lead)))
 
     @contextlib.asynccontextmanager
     async def leading(
@@ -314,8 +301,8 @@ class Clients:
         tokenizer_for: str = "",
         on_plan: Callable[[Plan], None] = lambda _: None,
         on_loaded: Callable[[float], None] = lambda load_s: None,
-    ) -> AsyncIterator[Lead | None]:
-        """Yield a ring for `choice`, built if needed; None if the reply is Redirect.
+    ) -> AsyncIterator[Lead]:
+        """Yield a ring for `choice`, built if needed. Raises RedirectedError.
 
         `tokenizer_for` says what needs a tokenizer, "" for nothing.
         """
@@ -332,18 +319,15 @@ class Clients:
                     )
                 )
             if isinstance(lead, Elsewhere):
-                control.send(Redirect(request=request, address=lead.address))
-                yield None
-            else:
-                yield lead
+                raise RedirectedError(lead.address)
+            yield lead
 
     async def describe_tokenizer(self, control: ControlLink, message: DescribeTokenizer) -> None:
         """Reply with what a client needs to know of a model's tokenizer, or Redirect."""
         async with self.leading(control, message.request, message.choice) as lead:
-            if lead is not None:
-                chats = self.disk.at(f"the chat template of {lead.plan.facts.path}")
-                job = partial(described, message, lead)
-                control.send(await chats.run(job, alive=time.monotonic))
+            chats = self.disk.at(f"the chat template of {lead.plan.facts.path}")
+            job = partial(described, message, lead)
+            control.send(await chats.run(job, alive=time.monotonic))
 
     async def _prompt(
         self, message: Generate, lead: Lead, held: set[bytes], *, may_be_long: bool = False

@@ -22,7 +22,7 @@ from shardnet.cluster.head.held_encoder import EncoderThread, HeldEncoder
 from shardnet.cluster.head.model_lists import ModelLists
 from shardnet.cluster.head.replies import report_progress
 from shardnet.cluster.member.stage_orders import StageOrders
-from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
+from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers, RedirectedError
 from shardnet.cluster.planning.planning import Planner
 from shardnet.cluster.store.disk_jobs import DiskJobs, node_leaves
 from shardnet.errors import (
@@ -39,7 +39,6 @@ from shardnet.runtime.loading.model_facts import find_folder, stamp
 from shardnet.tokenizers.formats.tokenizer_files import tokenizer_place
 from shardnet.tokenizers.tokenizer import TextProcess, no_tokenizer
 from shardnet.types import DType, NodeId
-from shardnet.wire.messages.control import Redirect
 from shardnet.wire.messages.generation import Encode, Encoded
 from shardnet.wire.messages.membership import NodeInfo
 from shardnet.wire.messages.plans import PlannedStage, PlanReply, PlanRequest
@@ -112,8 +111,6 @@ class Encoders:
             is_rings = model == ring
             if path is None and not is_rings:
                 path = await self._bring(control, message.request, model)
-                if path is None:
-                    return
             facts = await self.facts_at(path) if path is not None else None
             if facts is None or (is_rings and facts.is_for_rings_too):
                 control.send(Encoded(request=message.request, kind=""))
@@ -214,12 +211,11 @@ class Encoders:
         self._reader.executor.close()
         await asyncio.gather(*self._ending, return_exceptions=True)
 
-    async def _bring(self, control: ControlLink, request: int, model: str) -> Path | None:
-        """Download a model to this node and return where it is; None for Redirect to who has it."""
+    async def _bring(self, control: ControlLink, request: int, model: str) -> Path:
+        """Download a model to this node and return where it is, unless a peer has it."""
         holder = await self.lists.holder(model)
         if holder is not None:
-            control.send(Redirect(request=request, address=self.address_of(holder)))
-            return None
+            raise RedirectedError(self.address_of(holder))
         progress = partial(report_progress, control, request, 0, "downloading")
         await self.planner.provide(model, progress, "text")
         path = await self.disk.run(model, partial(find_folder, model))

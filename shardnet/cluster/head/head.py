@@ -17,7 +17,7 @@ from shardnet.cluster.head.lead import Lead, LedRing, Opening, unless_lost
 from shardnet.cluster.head.ring_builder import RingBuilder
 from shardnet.cluster.member.refusals import draining, resting
 from shardnet.cluster.member.stage_host import StageHost
-from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
+from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers, RedirectedError
 from shardnet.cluster.planning.plan import Plan
 from shardnet.cluster.planning.planning import Elsewhere, Planner
 from shardnet.cluster.ring.ring import OnStageProgress, Ring
@@ -171,10 +171,6 @@ class Head:
         """Whether requests wait or run on the ring that this node leads."""
         return self.led.is_in_use
 
-    def check_idle(self) -> None:
-        """Raise BusyError, which names the model, while requests run on this node's ring."""
-        self.led.check_idle()
-
     @contextlib.asynccontextmanager
     async def lead(
         self,
@@ -282,6 +278,12 @@ class Head:
         if self.led.lead is not None and self.led.lead.stands:
             return None
         return self.led.other_head()
+
+    def check_leads(self) -> None:
+        """Raise RedirectedError if another node is the head of the ring that this node is in."""
+        elsewhere = self.elsewhere()
+        if elsewhere is not None:
+            raise RedirectedError(elsewhere.address)
 
     async def unload(self, model: str = "", idle_s: float = 0.0) -> Elsewhere | None:
         """End the ring and free it on every node, or name the head of the ring this node is in.

@@ -355,10 +355,6 @@ class LedRing:
         self._watch(lead)
         return lead
 
-    def leads(self, lead: Lead) -> bool:
-        """Say whether `lead` was not ended or replaced by that of another model."""
-        return self.lead is lead
-
     @contextlib.asynccontextmanager
     async def changing(self, lead: Lead) -> AsyncIterator[None]:
         """Keep others from building or unloading rings within the context.
@@ -400,18 +396,6 @@ class LedRing:
                 self.building = None
         lead.plan, lead.ring = plan, ring
         self._watch(lead)
-
-    async def build_instead(
-        self, lead: Lead, plan: Plan, on_ring: Callable[[Ring], None], on_progress: OnStageProgress
-    ) -> None:
-        """Build the ring of `plan`, to which the requests of `lead` go over.
-
-        `on_ring` takes the ring before it is built. Must be called within `changing`. Raises what
-        preparing or building raises; then the lead is as it was.
-        """
-        ring = await self.ring_instead(lead, plan)
-        on_ring(ring)
-        await self.put_instead(lead, plan, ring, on_progress)
 
     def take_vain(self) -> list[Ring]:
         """Return the rings that were not built to their end, whose stages the caller frees."""

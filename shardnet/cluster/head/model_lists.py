@@ -199,8 +199,7 @@ class ModelLists:
             why = f"its headers were not read within {DESCRIBE_S:g} s; ask again"
             return replace(named, failure=why)
         except (OSError, ShardnetError) as error:
-            why = explanation(error if isinstance(error, ShardnetError) else str(error), MAX_REASON)
-            return replace(named, failure=why)
+            return replace(named, failure=explanation(error, MAX_REASON))
 
     def _describe(self, held: HeldModel, nodes: Sequence[NodeInfo]) -> ListedModel:
         """Describe a model by its headers. Blocks."""

@@ -142,7 +142,6 @@ def ring_spec(plan: Plan) -> RingSpec:
             context=plan.context,
             gather_dtype=plan.gather_dtype,
         ),
-        stamp=plan.facts.stamp,
         addresses=tuple(node.address for node in plan.nodes),
         layers=tuple(stage.layers for stage in plan.placement.stages),
         n_streamed=tuple(stage.n_streamed for stage in plan.placement.stages),

@@ -27,7 +27,7 @@ from shardnet.cluster.household.allotment import (
 )
 from shardnet.cluster.household.leadership import Leader, Leadership
 from shardnet.cluster.household.runner_orders import KeptModel, RunnerOrders
-from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
+from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers, RedirectedError
 from shardnet.cluster.peers.peer_links import PeerLinks
 from shardnet.cluster.peers.supervision import SupervisedJobs
 from shardnet.errors import (
@@ -40,8 +40,9 @@ from shardnet.errors import (
     UsageError,
 )
 from shardnet.transport.link import Link
+from shardnet.transport.loop import cancel_all
 from shardnet.types import NodeId
-from shardnet.wire.messages.control import Done, Redirect
+from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.generation import Unload
 from shardnet.wire.messages.handshake import explanation
 from shardnet.wire.messages.household import (
@@ -136,9 +137,7 @@ class Household:
     async def close(self) -> None:
         """End what runs. Rings stay: their runners go on."""
         loading = [kept.loading for kept in self._kept.values() if kept.loading is not None]
-        for task in loading:
-            task.cancel()
-        await asyncio.gather(*loading, return_exceptions=True)
+        await cancel_all(*loading)
         await self._jobs.close()
         await self._orders.close()
 
@@ -157,12 +156,10 @@ class Household:
         """Return what a model is that this node leads."""
         return self._kept[model].model.choice
 
-    def sent_on(self, control: ControlLink, request: int) -> bool:
-        """Send who asks to the node that leads, if that is another one; return whether it is."""
-        if self._leadership.other is None:
-            return False
-        control.send(Redirect(request=request, address=self.leader()))
-        return True
+    def check_leads(self) -> None:
+        """Raise RedirectedError if another node leads."""
+        if self._leadership.other is not None:
+            raise RedirectedError(self.leader())
 
     def leader(self) -> str:
         """Return where the node is that leads other models than this one. Raises LinkError."""
@@ -238,13 +235,11 @@ class Household:
 
     async def _name_models(self, control: ControlLink, message: NameModels) -> None:
         """Take models into the household, or out of it. Raises UsageError for too many."""
-        if self.sent_on(control, message.request):
-            return
+        self.check_leads()
         if len({*self._kept, *(model.name for model in message.models)}) > MAX_HOUSEHOLD:
             raise UsageError(f"a household has at most {MAX_HOUSEHOLD} models")
         async with self._changing:
-            if self.sent_on(control, message.request):  # it was handed over meanwhile
-                return
+            self.check_leads()  # it may have been handed over meanwhile
             if not self._kept:
                 self._leads_s = self.clock()
             changed = [
@@ -267,8 +262,7 @@ class Household:
         control.send(Done(request=message.request))
 
     async def _list(self, control: ControlLink, message: ListHousehold) -> None:
-        if self.sent_on(control, message.request):
-            return
+        self.check_leads()
         models = [self._state(kept) for kept in self._ordered()]
         control.send(HouseholdListed(request=message.request, models=models))
 

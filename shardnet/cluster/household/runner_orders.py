@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from shardnet.cluster.peers.control_link import ControlLink, Incoming
+from shardnet.cluster.peers.control_link import ControlLink, refuse
 from shardnet.cluster.peers.supervision import SupervisedJobs
 from shardnet.errors import (
     LinkError,
@@ -213,11 +213,7 @@ class RunnerOrders:
         """Return a link to the runner at an address. Raises LinkError if it is not there."""
         control = self._links.get(address)
         if control is None or control.link.closed:
-            control = ControlLink(await self.dial(address), _refuse)
+            control = ControlLink(await self.dial(address), refuse)
             self._links[address] = control
             self.jobs.begin(control.serve_to_the_end, f"a link to the runner at {address}")
         return control
-
-
-async def _refuse(control: ControlLink, message: Incoming) -> None:
-    raise RemoteProtocolError(f"{control.peer_name} sent {type(message).__name__} to a client")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
-from shardnet.errors import CapacityError, ShardnetError, internal_error
+from shardnet.errors import CapacityError, internal_error
 from shardnet.types import NodeId
 from shardnet.wire.messages.household import (
     MAX_HOUSEHOLD,
@@ -168,7 +168,7 @@ class Runners:
                 opened.runner.set_result(runner)
                 await opened.is_over.wait()
         except Exception as error:
-            told = error if isinstance(error, ShardnetError) else internal_error("a runner", error)
+            told = internal_error("a runner", error)
             self.log(f"the runner of {model} has ended: {told}")
             if not opened.runner.done():
                 opened.runner.set_exception(told)

@@ -62,13 +62,12 @@ class _Status(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tailnet:
-    """This machine's addresses in a tailnet, and those of machines to look for nodes on.
+    """The machines of a tailnet to look for nodes on.
 
     `machines` has the addresses of each of the user's own machines and the tagged ones that are
     online, at most MAX_HOSTS; `n_left_out` more were left out.
     """
 
-    own: tuple[str, ...]
     machines: tuple[tuple[str, ...], ...]
     n_left_out: int = 0
 
@@ -135,7 +134,6 @@ def read_tailnet(output: bytes) -> Tailnet:
     ]
     found = [hosts for machine in ours if (hosts := _hosts(machine))]
     return Tailnet(
-        own=_hosts(status.own),
         machines=tuple(found[:MAX_HOSTS]),
         n_left_out=max(0, len(found) - MAX_HOSTS),
     )

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from msgspec import structs
@@ -186,9 +187,7 @@ class MeasurementService:
         control.send(await self.links.measure(message))
 
     async def _answer_stage(self, control: ControlLink, message: MeasureStage) -> None:
-        def progress(done_bytes: int, total_bytes: int) -> None:
-            control.tell_progress(message.request, done_bytes, total_bytes)
-
+        progress = partial(control.tell_progress, message.request)
         control.send(await self.own.measure(message, control.peer_name, progress))
 
     async def _ask(

@@ -92,11 +92,8 @@ class NodeBenchmark:
             await self._figure(message, asker, on_progress, place)
             for place in range(len(self._orders.devices))
         ]
-        answer = self._answer(message, figures[0], disk)
-        if len(figures) == 1:
-            return answer
-        gather_s = await self._gather_s(message, asker)
-        return structs.replace(answer, devices=self._told(figures), gather_s=gather_s)
+        gather_s = await self._gather_s(message, asker) if len(figures) > 1 else None
+        return self._answer(message, figures, disk, gather_s)
 
     async def _figure(
         self, message: MeasureStage, asker: str, on_progress: Callable[[int, int], None], place: int
@@ -211,10 +208,7 @@ class NodeBenchmark:
             figures.append(figure)
         key = self._subject(message, "this node")[-1]
         gather_s = self._cache.gather_s(key, len(figures))
-        answer = self._answer(message, figures[0], None)
-        if len(figures) == 1:
-            return answer
-        return structs.replace(answer, devices=self._told(figures), gather_s=gather_s)
+        return self._answer(message, figures, None, gather_s)
 
     def _subject(
         self, message: OfModel, asker: str, place: int = 0
@@ -248,17 +242,24 @@ class NodeBenchmark:
         return config, dtype, quant, key
 
     def _answer(
-        self, message: MeasureStage, figure: Figure, disk_bytes_per_s: float | None
+        self,
+        message: MeasureStage,
+        figures: Sequence[Figure],
+        disk_bytes_per_s: float | None,
+        gather_s: float | None,
     ) -> StageMeasured:
+        first = figures[0]
         return StageMeasured(
             request=message.request,
-            seconds=_seconds(figure.stage),
-            kernel=figure.stage.kernel,
+            seconds=_seconds(first.stage),
+            kernel=first.stage.kernel,
             threads=message.threads or self._orders.threads,
-            measured_at_s=figure.measured_at_s,
-            is_steady=figure.stage.is_steady,
+            measured_at_s=first.measured_at_s,
+            is_steady=first.stage.is_steady,
             memory_bytes=self._orders.memory_bytes(),
             disk_bytes_per_s=disk_bytes_per_s,
+            devices=self._told(figures) if len(figures) > 1 else [],
+            gather_s=gather_s,
         )
 
     async def _disk(self, message: MeasureStage) -> float | None:

@@ -180,5 +180,5 @@ class NodeMessages:
 
     async def _load_stage(self, control: ControlLink, message: LoadStage) -> None:
         """Load for another head. Raises BusyError while requests run on this node's own ring."""
-        self.head.check_idle()
+        self.head.led.check_idle()
         await self.stage.orders.load_for(control, message)

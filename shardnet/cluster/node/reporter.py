@@ -35,7 +35,7 @@ from shardnet.types import SequenceId
 from shardnet.wire.framing.frames import PROTOCOL_VERSION
 from shardnet.wire.framing.schema import MAX_PEER_ADDRESSES
 from shardnet.wire.messages import activity, diagnostics
-from shardnet.wire.messages.control import Done, Redirect
+from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.handshake import explained, explanation
 from shardnet.wire.messages.membership import ReportReply, ReportRequest
 
@@ -315,11 +315,8 @@ class RingWatch:
 
     async def _activity(self, control: ControlLink, message: activity.GetActivity) -> None:
         """Reply with the ring's requests and last steps, or Redirect to its head."""
-        elsewhere, lead = self.head.elsewhere(), self.head.latest
-        if elsewhere is not None:
-            control.send(Redirect(request=message.request, address=elsewhere.address))
-            return
-        opening = _opening(self.head.opening)
+        self.head.check_leads()
+        lead, opening = self.head.latest, _opening(self.head.opening)
         recoveries = [_recovery(one) for one in [*self.recoveries][-activity.MAX_RECOVERIES_SEEN :]]
         if lead is None:
             shown = activity.RingActivity(request=message.request, opening=opening)
@@ -329,10 +326,8 @@ class RingWatch:
 
     async def _cancel(self, control: ControlLink, message: activity.CancelSequence) -> None:
         """Cancel a request, or reply Redirect. Raises UsageError for one that has ended."""
-        elsewhere, lead = self.head.elsewhere(), self.head.latest
-        if elsewhere is not None:
-            control.send(Redirect(request=message.request, address=elsewhere.address))
-            return
+        self.head.check_leads()
+        lead = self.head.latest
         is_ring = lead is not None and lead.ring.name == message.ring
         if lead is None or not (is_ring and lead.ring.engine.cancel(SequenceId(message.sequence))):
             raise UsageError(f"there is no request {message.sequence}: it has ended")

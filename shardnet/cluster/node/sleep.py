@@ -20,6 +20,7 @@ from shardnet.cluster.machine.wake_on_lan import how_to_wake
 from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
 from shardnet.cluster.pressure.sleep import Doze, SleepPolicy
 from shardnet.errors import BusyError, ConfigurationError, UsageError
+from shardnet.transport.loop import cancel_all
 from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.membership import Wake
 
@@ -142,8 +143,7 @@ class NodeSleep:
                     sleeping.result()
                     ended_s = time.monotonic()
         finally:
-            sleeping.cancel()
-            await asyncio.gather(sleeping, return_exceptions=True)
+            await cancel_all(sleeping)
         raise ConfigurationError(f"`{command}` has ended, and it is awake still")
 
 

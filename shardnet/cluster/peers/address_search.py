@@ -27,6 +27,7 @@ from shardnet.cluster.peers.sleepers import REMEMBERED_S, OnDisk
 from shardnet.errors import ConfigurationError, ShardnetError
 from shardnet.files import read_own, write_whole
 from shardnet.transport.address import host_of
+from shardnet.transport.loop import cancel_all
 from shardnet.types import NodeId
 
 FIRST_S: Final = 10.0
@@ -64,9 +65,7 @@ async def probe_all(
         try:
             await asyncio.wait(asking, timeout=longest_s)
         finally:
-            for task in asking:
-                task.cancel()
-            await asyncio.gather(*asking, return_exceptions=True)
+            await cancel_all(*asking)
     return found
 
 

@@ -37,6 +37,7 @@ from shardnet.wire.messages.chat import DescribeTokenizer
 from shardnet.wire.messages.control import (
     ControlMessage,
     Failed,
+    Redirect,
     control_frame,
     failed,
     read_control,
@@ -353,6 +354,8 @@ class ControlLink:
         """Handle a request; report the error that ends it to the peer."""
         try:
             await self._handler(self, message)
+        except RedirectedError as error:
+            self.tell(Redirect(request=message.request, address=error.address))
         except ShardnetError as error:
             self._refuse(message, error)
         except asyncio.CancelledError:
@@ -392,6 +395,19 @@ async def _unpacked(
         if isinstance(answer, Failed):
             raise reported_error(answer, peer_name)
         yield answer
+
+
+class RedirectedError(Exception):
+    """Raised by the handler of a request that is to be sent to the node at `address` instead."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address)
+        self.address = address
+
+
+async def refuse(control: ControlLink, message: Incoming) -> None:
+    """Handle nothing: the handler of a link on which this side only asks."""
+    raise RemoteProtocolError(f"{control.peer_name} asked {type(message).__name__} of a client")
 
 
 class MessageHandlers:

@@ -10,16 +10,16 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from shardnet.cluster.peers.control_link import ControlLink, Incoming
+from shardnet.cluster.peers.control_link import ControlLink, refuse
 from shardnet.errors import (
     AuthenticationError,
     PeerUnreachableError,
-    RemoteProtocolError,
     ShardnetError,
     VersionMismatchError,
 )
 from shardnet.transport.address import split_address
 from shardnet.transport.link import Link
+from shardnet.transport.loop import cancel_all
 from shardnet.types import NodeId
 from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.diagnostics import MAX_REASON, AddressView, Seen
@@ -87,9 +87,7 @@ async def compare(
                 else:
                     failures[dials[task]] = answer
     finally:
-        for task in dials:
-            task.cancel()
-        await asyncio.gather(*dials, return_exceptions=True)
+        await cancel_all(*dials)
     best = choose(found, addresses)
     if best is not None:
         for address in addresses:
@@ -143,7 +141,7 @@ def _answer(task: asyncio.Task[ProbeAnswer], node: NodeId) -> ProbeAnswer | str:
 @asynccontextmanager
 async def _asking(link: Link) -> AsyncIterator[ControlLink]:
     """Use a link as a client, and close it."""
-    control = ControlLink(link, _refuse)
+    control = ControlLink(link, refuse)
     reading = asyncio.create_task(control.serve_to_the_end())
     try:
         yield control
@@ -153,10 +151,6 @@ async def _asking(link: Link) -> AsyncIterator[ControlLink]:
     finally:
         await link.close()
         await reading
-
-
-async def _refuse(control: ControlLink, message: Incoming) -> None:
-    raise RemoteProtocolError(f"{control.peer_name} asked {type(message).__name__} of a client")
 
 
 HANDSHAKE_S: Final = 2.0

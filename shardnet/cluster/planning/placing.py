@@ -164,9 +164,10 @@ class _Inputs:
         self.measured, self.silent, self.holdings = measured, silent, holdings
         if choice.mtp:
             facts = facts.with_mtp()
-            self.nodes = _drafting(choice, self.nodes)
+            remedy = "start it with --tensor-parallel 1, or leave --mtp out"
+            self.nodes = _uncut(choice, self.nodes, lambda name: mtp_not_cut(name, remedy))
         if choice.adapters:
-            self.nodes = _with_whole_linears(choice, self.nodes)
+            self.nodes = _uncut(choice, self.nodes, lambda _: adapters_not_cut())
         self.facts, nodes = facts, self.nodes
         self.objective = Objective(choice.optimise) if choice.optimise else Objective.LATENCY
         self.context = _context(choice, facts.config)
@@ -247,33 +248,22 @@ def _planned(inputs: _Inputs, placement: Placement) -> Plan:
     return with_conversations(plan)
 
 
-def _drafting(choice: ModelChoice, nodes: Sequence[NodeInfo]) -> Sequence[NodeInfo]:
-    """Return the nodes that may be in a ring whose last stage drafts.
+def _uncut(
+    choice: ModelChoice, nodes: Sequence[NodeInfo], refusal: Callable[[str], UsageError]
+) -> Sequence[NodeInfo]:
+    """Return the nodes that were not started to share each layer between their devices.
 
-    Not those that were started to share each layer between their devices. Raises UsageError where
-    one of those is needed, being named or asked first.
-    """
-    sharing = [node for node in nodes if tensor_parallel_of(node) > 1]
-    needed = sharing if choice.nodes else [node for node in sharing if node is nodes[0]]
-    if needed:
-        remedy = "start it with --tensor-parallel 1, or leave --mtp out"
-        raise mtp_not_cut(needed[0].name, remedy)
-    return [node for node in nodes if node not in sharing]
-
-
-def _with_whole_linears(choice: ModelChoice, nodes: Sequence[NodeInfo]) -> Sequence[NodeInfo]:
-    """Return the nodes that may be in a ring with adapters: no layer is cut over their devices.
-
-    Raises UsageError where one that cuts them is needed.
+    Raises the `refusal` for one of those that is needed, being named or asked first.
     """
     cutting = [node for node in nodes if tensor_parallel_of(node) > 1]
-    if any(choice.nodes or node is nodes[0] for node in cutting):
-        raise adapters_not_cut()
+    needed = [node.name for node in cutting if choice.nodes or node is nodes[0]]
+    if needed:
+        raise refusal(needed[0])
     return [node for node in nodes if node not in cutting]
 
 
 def _sharing(known: Sequence[NodeInfo], nodes: Sequence[NodeInfo]) -> list[Exclusion]:
-    """Say of the nodes that `_drafting` has left out why."""
+    """Say of the nodes that `_uncut` has left out why."""
     left = {node.node for node in nodes}
     why = "its devices share each layer, and what --mtp and --lora add cannot be cut"
     return [Exclusion(node=NodeId(n.node), why=why) for n in known if n.node not in left]

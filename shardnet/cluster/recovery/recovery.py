@@ -193,7 +193,7 @@ class Recovery:
                     blamed = [blame for ring in tried for blame in _blames(ring)]
                     if isinstance(failure, SupersededError) and await self.head.successor():
                         raise  # its requests were sent there
-                    if not self.head.led.leads(lead):
+                    if self.head.led.lead is not lead:
                         raise
                     decision = policy.failed(time.monotonic(), failure, blamed)
                     self.log(f"no ring yet: {failure}")
@@ -229,17 +229,16 @@ class Recovery:
         record.nodes = names
         record.lost = tuple(n.name for n in former_plan.ring_nodes if n.node not in left)
 
-        def begin(ring: Ring) -> None:
-            tried.append(ring)
-            ring.on_replayed = partial(self._replayed, lead, record)
-            ring.on_acquitted = self._policy_of(lead).acquit
-
         loading = Loading.of(former_plan, plan, former.built_s)
         self._wait(lead, "load", loading.what, loading.expected_s)
         tell = partial(former.engine.waits.tell, "load", loading.what)
         try:
-            await self.head.led.build_instead(
-                lead, plan, begin, partial(loading.take, tell, time.monotonic)
+            ring = await self.head.led.ring_instead(lead, plan)
+            tried.append(ring)
+            ring.on_replayed = partial(self._replayed, lead, record)
+            ring.on_acquitted = self._policy_of(lead).acquit
+            await self.head.led.put_instead(
+                lead, plan, ring, partial(loading.take, tell, time.monotonic)
             )
         finally:
             record.load_s += time.monotonic() - planned_s

@@ -34,7 +34,7 @@ from shardnet.errors import (
 )
 from shardnet.transport.loop import at_most, finish
 from shardnet.types import NodeId
-from shardnet.wire.messages.control import Done, Redirect
+from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.stages import LeaveRing
 from shardnet.wire.messages.updates import Rearrange, Rearranged
 
@@ -52,14 +52,13 @@ EXPECTED_S: Final = 0.5
 
 @dataclass(slots=True, kw_only=True)
 class PlannedRecord:
-    """One replacement of a ring that worked. Times in seconds, `at_s` counted from 1970.
+    """One replacement of a ring that worked. Times in seconds.
 
     `ready_s` is how long the next ring's stages took to be ready, while the ring went on; `held_s`
     how long requests stood still. Of `n_requests` those that ran on were `n_moved` with their KV
     cache, of which `n_bytes` went over links.
     """
 
-    at_s: float
     why: str
     ready_s: float = 0.0
     held_s: float = 0.0
@@ -126,10 +125,9 @@ class PlannedChanges:
 
         Raises PlanError if they cannot do it, and as `put`.
         """
-        lead, elsewhere = self.head.latest, self.head.elsewhere()
-        if elsewhere is not None:
-            control.send(Redirect(request=message.request, address=elsewhere.address))
-        elif lead is None or not lead.stands:
+        self.head.check_leads()
+        lead = self.head.latest
+        if lead is None or not lead.stands:
             control.send(Rearranged(request=message.request, nodes=[]))
         else:
             work = self._rearranged(lead, message)
@@ -187,7 +185,7 @@ class PlannedChanges:
 
     async def _put(self, lead: Lead, plan: Plan, why: str) -> Ring:
         """Do that; return the ring that was replaced, whose stages are to be freed."""
-        record, began_s = PlannedRecord(at_s=time.time(), why=why), time.monotonic()
+        record, began_s = PlannedRecord(why=why), time.monotonic()
         former, ring = lead.ring, await self.head.led.ring_instead(lead, plan)
         moves = RingMoves(former, ring)
         try:

@@ -25,7 +25,7 @@ from shardnet.cluster.deputy.copied_requests import CopiedRequests, read, replac
 from shardnet.cluster.deputy.copying import Copying, Deputy
 from shardnet.cluster.head.head import Head
 from shardnet.cluster.member.ring_membership import RingMembership
-from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
+from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers, RedirectedError
 from shardnet.cluster.peers.peer_links import PeerLinks
 from shardnet.cluster.peers.supervision import SupervisedJobs
 from shardnet.cluster.planning.plan import Plan
@@ -36,7 +36,7 @@ from shardnet.runtime.engine.engine import Engine
 from shardnet.transport.loop import at_most
 from shardnet.types import U32_MAX, Epoch, LiveState, NodeId, remember
 from shardnet.wire.messages import deputies
-from shardnet.wire.messages.control import Done, Redirect
+from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.diagnostics import DeputyState
 from shardnet.wire.messages.generation import StateChanged
 
@@ -375,18 +375,16 @@ class StandIn:
         copied = self.copying.requests.find(message.key, time.monotonic())
         if copied is not None:
             await self.router.resume(control, message.request, copied, message.n_tokens)
-        elif duty is not None and duty.told.nodes:
-            address = duty.told.nodes[0].address
-            control.send(Redirect(request=message.request, address=address))
-        elif (elsewhere := self.head.elsewhere()) is not None:
-            control.send(Redirect(request=message.request, address=elsewhere.address))
-        elif (keeper := await keeper_of(message.key, self.links)) is not None:
-            control.send(Redirect(request=message.request, address=self.address_of(keeper)))
-        else:
-            raise UsageError(
-                "no node keeps an answer to a request of that id",
-                remedy="ask within a minute, with the id that the request had, or ask anew",
-            )
+            return
+        if duty is not None and duty.told.nodes:
+            raise RedirectedError(duty.told.nodes[0].address)
+        self.head.check_leads()
+        if (keeper := await keeper_of(message.key, self.links)) is not None:
+            raise RedirectedError(self.address_of(keeper))
+        raise UsageError(
+            "no node keeps an answer to a request of that id",
+            remedy="ask within a minute, with the id that the request had, or ask anew",
+        )
 
     def _duty_with(self, key: str) -> Duty | None:
         now_s = time.monotonic()

@@ -18,13 +18,9 @@ from shardnet.wire.messages.stages import DevicePart, LoadStage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingSpec:
-    """What makes two rings equal: a request whose spec equals the ring's needs no loading.
-
-    `stamp` identifies the state of the checkpoint's files, so that a changed one is loaded again.
-    """
+    """What each stage of a ring is told to load, in which form, and on which nodes."""
 
     form: StageForm
-    stamp: tuple[tuple[str, int, int], ...]
     addresses: tuple[str, ...]
     layers: tuple[LayerRange, ...]
     n_streamed: tuple[int, ...]

@@ -6,7 +6,6 @@ Knows which of them takes requests. Must not know links, nor what clients send.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +14,7 @@ from typing import Final
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.supervision import SupervisedJobs
 from shardnet.cluster.planning.plan import Plan
+from shardnet.cluster.ring.ring_spec import RingUse
 from shardnet.cluster.router.choosing import choose
 from shardnet.cluster.router.kept_ring import KeptRing, OnProgress
 from shardnet.errors import PeerFailedError, ShardnetError
@@ -52,8 +52,8 @@ class Front:
         self._closed: ShardnetError | None = None
         """What requests end with that still wait for a ring, None while rings are kept."""
         self._listeners: set[OnProgress] = set()
-        self._n_users = 0
-        self._used_at_s = time.monotonic()
+        self.use = RingUse()
+        """How requests use it: each does so while it waits or runs."""
         self._open_at_s: float | None = None
         """When requests begin in any case, by the loop's clock; None before the first ring."""
         self._keeping = [
@@ -62,23 +62,6 @@ class Front:
             )
             for ring in self.rings
         ]
-
-    @property
-    def n_requests(self) -> int:
-        """Requests that wait or run."""
-        return self._n_users
-
-    @property
-    def idle_s(self) -> float:
-        """Seconds since a request used it last, 0 while one does."""
-        return 0.0 if self._n_users else time.monotonic() - self._used_at_s
-
-    def __enter__(self) -> None:
-        self._n_users += 1
-
-    def __exit__(self, *_: object) -> None:
-        self._n_users -= 1
-        self._used_at_s = time.monotonic()
 
     @property
     def is_over(self) -> bool:

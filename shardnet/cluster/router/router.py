@@ -23,7 +23,12 @@ from shardnet.cluster.head.replies import report_progress
 from shardnet.cluster.head.requests import with_ids
 from shardnet.cluster.household.household import Household
 from shardnet.cluster.member.refusals import draining, generating_with, resting
-from shardnet.cluster.peers.control_link import ControlLink, Incoming, MessageHandlers
+from shardnet.cluster.peers.control_link import (
+    ControlLink,
+    MessageHandlers,
+    RedirectedError,
+    refuse,
+)
 from shardnet.cluster.peers.supervision import SupervisedJobs
 from shardnet.cluster.placement.figures import Objective
 from shardnet.cluster.planning.plan import Plan
@@ -38,7 +43,7 @@ from shardnet.types import Epoch, LiveState, NodeId
 from shardnet.wire.framing.schema import MAX_STAGES, Numbered
 from shardnet.wire.messages.activity import KeepRing, RingKept
 from shardnet.wire.messages.chat import DescribeTokenizer
-from shardnet.wire.messages.control import Done, Redirect
+from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.deputies import RingNode, StandBy
 from shardnet.wire.messages.diagnostics import RingBehind
 from shardnet.wire.messages.generation import (
@@ -84,8 +89,6 @@ class Keeping:
             message.choice,
             on_plan=lambda plan: control.send(plan.reply(message.request)),
         ) as lead:
-            if lead is None:
-                return
             kept = _Kept(keeper=control)
             self._kept.add(kept)
             try:
@@ -117,7 +120,7 @@ class Keeping:
                 raise draining()
             if self._head.rests:
                 raise resting(self._head.rests)
-            if not self._head.led.leads(lead) or not lead.stands:
+            if self._head.led.lead is not lead or not lead.stands:
                 raise errors.PeerFailedError("the ring was lost")
             now_s = time.monotonic()
             answer = RingKept(
@@ -193,12 +196,12 @@ class Router:
     @property
     def n_requests(self) -> int:
         """Requests that wait or run on several rings."""
-        return 0 if self._front is None else self._front.n_requests
+        return 0 if self._front is None else self._front.use.n_users
 
     @property
     def idle_s(self) -> float | None:
         """Seconds since a request used a ring of this node, None without one."""
-        return self.head.idle_s if self._front is None else self._front.idle_s
+        return self.head.idle_s if self._front is None else self._front.use.idle_s
 
     async def close(self) -> None:
         """End what runs. Other rings are freed by their heads when nobody uses them."""
@@ -217,19 +220,16 @@ class Router:
             report_progress(control, request, 0, "waiting", 0, 0)
             control.tell(StateChanged(request=request, state=LiveState.QUEUED, why=why))
 
-        match await self._front_for(control, request, message.choice, tell):
-            case Front() as front:
-                await self._route(front, control, message, made, len(made))
-            case Elsewhere(address=address):
-                control.send(Redirect(request=message.request, address=address))
-            case None:
-                await self.clients.generate(control, message)
+        front = await self._front_for(control, request, message.choice, tell)
+        if front is not None:
+            await self._route(front, control, message, made, len(made))
+        else:
+            await self.clients.generate(control, message)
 
     async def _plan(self, control: ControlLink, message: PlanRequest) -> None:
         """Reply with a plan, of a model of the household as if it were alone, or Redirect."""
         if self.household.has(message.choice.model):
-            if self.household.sent_on(control, message.request):
-                return
+            self.household.check_leads()
             message = replace(message, choice=self.household.choice(message.choice.model))
         await self.clients.plan(control, message)
 
@@ -270,12 +270,11 @@ class Router:
         if not message.model:
             self.encoders.free_idle()
         if self.household.has(message.model):
-            if self.household.sent_on(control, message.request):
-                return
+            self.household.check_leads()
             await self.household.unload(message.model, message.idle_s)
             control.send(Done(request=message.request))
         elif address := self._keeper_of(control):
-            control.send(Redirect(request=message.request, address=address))
+            raise RedirectedError(address)
         elif self._front is None:
             if message.model in ("", self.head.model):
                 await self._keeping.let_go()
@@ -310,16 +309,14 @@ class Router:
         def tell(why: str) -> None:
             report_progress(control, request, 0, "waiting", 0, 0)
 
-        match await self._front_for(control, request, choice, tell):
-            case Front() as front:
-                with front:
-                    await front.opened(partial(_pass_on, control, message.request))
-                    answer = await self._any_ring(front, message)
-                control.send(replace(answer, request=message.request))
-            case Elsewhere(address=address):
-                control.send(Redirect(request=message.request, address=address))
-            case None:
-                await alone(control, message)
+        front = await self._front_for(control, request, choice, tell)
+        if front is None:
+            await alone(control, message)
+            return
+        with front.use.in_use():
+            await front.opened(partial(_pass_on, control, request))
+            answer = await self._any_ring(front, message)
+        control.send(replace(answer, request=request))
 
     async def _any_ring(self, front: Front, message: Asked) -> Numbered:
         """Return the answer of any ring, of another one where one is lost.
@@ -361,12 +358,12 @@ class Router:
         """Run a request whose answer begins with `made`; the client has `n_sent` tokens of it."""
         message = replace(message, lockstep_size=0)  # the others of its set may run elsewhere
         try:
-            with front:
+            with front.use.in_use():
                 await self._run(front, control, message, made, n_sent)
         except errors.SupersededError as error:
             if message.outputs.asks or not error.address or control.link.closed:
                 raise
-            control.send(Redirect(request=message.request, address=error.address))
+            raise RedirectedError(error.address) from error
 
     async def _run(
         self,
@@ -409,24 +406,23 @@ class Router:
 
     async def _front_for(
         self, control: ControlLink, request: int, choice: ModelChoice, tell: Callable[[str], None]
-    ) -> Front | Elsewhere | None:
+    ) -> Front | None:
         """Return the rings for a choice, opened if that is best; None for the one of this node.
 
         A model of the household is elsewhere; `tell` takes what it waits for.
         Who has this node's ring kept behind it is asked first: it frees its rings for what these
         are not, if nothing runs on them. Raises BusyError while requests run on several rings that
-        are not what is asked for.
+        are not what is asked for, RedirectedError if another node is to be asked.
         """
         if self._is_early(control):
-            return Elsewhere(address=self.entrance(), model=choice.model)
+            raise RedirectedError(self.entrance())
         if self.household.has(choice.model):
-            address = await self.household.address_of(choice.model, tell)
-            return Elsewhere(address=address, model=choice.model)
+            raise RedirectedError(await self.household.address_of(choice.model, tell))
         choice = await self.clients.settled(choice)
         if choice.nodes and self._stands(choice):
             return None
         if address := self._keeper_of(control):
-            return Elsewhere(address=address, model=choice.model)
+            raise RedirectedError(address)
         stale = self._front
         if choice.nodes:
             await self._leave(stale)
@@ -485,9 +481,7 @@ class Router:
         is_free = self.head.elsewhere() is None and not self.head.is_draining
         return is_free and not self._stands(choice)
 
-    async def _open(
-        self, control: ControlLink, request: int, choice: ModelChoice
-    ) -> Front | Elsewhere | None:
+    async def _open(self, control: ControlLink, request: int, choice: ModelChoice) -> Front | None:
         """Open several rings if that is best. What is wrong with the choice is said elsewhere."""
         progress = partial(report_progress, control, request)
         try:
@@ -501,17 +495,17 @@ class Router:
         except (errors.CheckpointError, errors.PlanError):
             return None
         if isinstance(plan, Elsewhere):
-            return plan
+            raise RedirectedError(plan.address)
         if not plan.beside:
             return None
-        self.head.check_idle()
+        self.head.led.check_idle()
         self.log(f"{choice.model}: {plan.why}")
         front = self._front = Front(choice, plan, self._reach_head, self._jobs, self.log)
         return front
 
     async def _end(self, front: Front, idle_s: float = 0.0) -> None:
         """Free all rings. Raises BusyError if a request has used one within `idle_s`, or does."""
-        if front.n_requests or front.idle_s < idle_s:
+        if front.use.n_users or front.use.idle_s < idle_s:
             raise generating_with(front.choice.model)
         self._front = None
         await front.close()
@@ -546,7 +540,7 @@ class Router:
         if node != self.head.node:
             return await self.link_to(address)
         if self._to_self is None or self._to_self.link.closed:
-            control = self._to_self = ControlLink(await self.own_link(), _refuse)
+            control = self._to_self = ControlLink(await self.own_link(), refuse)
             self._jobs.begin(control.serve_to_the_end, "a link of this node to itself")
         return self._to_self
 
@@ -560,7 +554,3 @@ def _asked_of(choice: ModelChoice, message: Asked) -> Asked:
 
 def _pass_on(control: ControlLink, request: int, told: NodeProgress) -> None:
     report_progress(control, request, told.rank, told.phase, told.done_bytes, told.total_bytes)
-
-
-async def _refuse(control: ControlLink, message: Incoming) -> None:
-    raise errors.RemoteProtocolError(f"{control.peer_name} sent {type(message).__name__} to itself")

@@ -130,7 +130,7 @@ def read_hello(frame: Frame) -> Hello:
     return schema.decode(_hello_decoder, frame)
 
 
-def explanation(cause: ShardnetError | str, most_bytes: int = schema.MAX_EXPLANATION) -> str:
+def explanation(cause: BaseException | str, most_bytes: int = schema.MAX_EXPLANATION) -> str:
     """Return an error's text or another one as it may travel: valid UTF-8, at most `most_bytes`.
 
     For fields without a remedy beside them: the text of an error has its remedy at the end.

@@ -36,7 +36,6 @@ from shardnet.api.chat_formats.marks import (
     ToolCallDelta,
     ToolCallStarted,
 )
-from shardnet.errors import UsageError
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -576,20 +575,11 @@ def test_a_list_of_calls_behind_one_mark(name: str, opener: str) -> None:
 
 def test_the_choice_of_tools() -> None:
     tools = read_tools(TOOLS)
-    assert ToolChoice.of(None, {}).mode == "none"
-    assert ToolChoice.of(None, tools).mode == "auto"
-    named = ToolChoice.of({"type": "function", "function": {"name": "g"}}, tools)
+    named = ToolChoice(mode="named", name="g")
     assert [*named.offered(tools)] == ["g"]
     assert named.max_calls == 1
-    none = ToolChoice.of("none", tools)
-    assert none.offered(tools) == {}
-    assert ToolChoice.of("required", tools, is_parallel=False).max_calls == 1
-    with pytest.raises(UsageError, match="none of the tools"):
-        ToolChoice.of({"type": "function", "name": "h"}, tools)
-    with pytest.raises(UsageError, match="there are no tools"):
-        ToolChoice.of("required", {})
-    with pytest.raises(UsageError, match="must be none, auto"):
-        ToolChoice.of(7, tools)
+    assert ToolChoice(mode="none").offered(tools) == {}
+    assert ToolChoice(mode="required", is_parallel=False).max_calls == 1
 
 
 def test_calls_get_the_ids_that_their_format_wants() -> None:

@@ -398,7 +398,7 @@ def test_pulls_go_on_without_their_page_one_of_each_and_not_too_many() -> None:
                 await asyncio.Event().wait()
 
             page.dashboard.jobs = Jobs(
-                page.service, page.dashboard.watcher.notify, pull=pull, clock=lambda: now_s
+                page.service, page.dashboard.watcher.notify, download=pull, clock=lambda: now_s
             )
             [first, *_] = [
                 (await page.ask("/pull", {"model": f"org/m{n}"})).json

@@ -16,7 +16,7 @@ from support.servers.http_app import served
 from shardnet.api.chat.run import ChatEvent, Piece
 from shardnet.api.chat_formats.marks import ToolCallStarted
 from shardnet.api.events import TokenLogprob
-from shardnet.api.ollama.body import OLLAMA, AnswerForm, count
+from shardnet.api.ollama.body import OLLAMA, AnswerForm
 from shardnet.api.ollama.generating import _lines
 from shardnet.api.ollama.models import capabilities_of
 from shardnet.api.ollama.pulling import OllamaPull, Pulls
@@ -123,7 +123,7 @@ def test_logprobs_of_the_token_that_ends_a_call_are_told() -> None:
                 chosen = TokenLogprob(token_id=1, token=name, bytes=b"", logprob=-1.0, top=())
                 yield Piece(sample=0, deltas=[called], logprobs=(chosen,))
 
-        form = AnswerForm("m", is_chat=True, began_s=0.0)
+        form = AnswerForm("m", 0.0, is_chat=True)
         return [json.loads(line) async for line in _lines(events(), form)]
 
     told = asyncio.run(main())
@@ -134,9 +134,10 @@ def test_logprobs_of_the_token_that_ends_a_call_are_told() -> None:
 def test_what_a_request_waited_for_its_model_counts_as_loading() -> None:
     timing = SimpleNamespace(load_s=0.5, ttft_s=0.25, total_s=2.0)
     usage = SimpleNamespace(n_prompt=3, n_generated=7)
-    end: Any = SimpleNamespace(result=SimpleNamespace(timing=timing, usage=usage))
-    line = AnswerForm("m", is_chat=True, began_s=0.0).write(done_reason="stop")
-    count(line, end, took_s=4.0)
+    end: Any = SimpleNamespace(
+        finish_reason="stop", result=SimpleNamespace(timing=timing, usage=usage)
+    )
+    line = AnswerForm("m", 0.0, is_chat=True).last(end, now_s=4.0)
     assert (line.total_duration, line.load_duration) == (4 * 10**9, 25 * 10**8)
     assert (line.prompt_eval_duration, line.eval_duration) == (25 * 10**7, 125 * 10**7)
 
@@ -263,7 +264,7 @@ def test_a_model_is_pulled_with_progress(monkeypatch: pytest.MonkeyPatch) -> Non
         method="POST",
         path="/pull",
         summary="",
-        handle=Pulls(pulled),
+        handle=Pulls(pulled).pull,
         dialect=OLLAMA,
         body=OllamaPull,
     )
@@ -300,7 +301,7 @@ def test_a_pull_that_is_given_up_leaves_no_task() -> None:
         async with served() as server:
             exchange = Exchange(service=server.service, request_id="1", path_parameters={})
             before = asyncio.all_tasks()
-            reply = await Pulls(pulling)(exchange, OllamaPull(model="org/name"))
+            reply = await Pulls(pulling).pull(exchange, OllamaPull(model="org/name"))
             assert isinstance(reply, Stream)
             assert b"manifest" in await anext(reply.chunks)
             waiting = asyncio.ensure_future(anext(reply.chunks))

@@ -45,7 +45,6 @@ def test_the_users_machines_and_tagged_ones_that_are_online_are_looked_at() -> N
         ).encode()
     )
     assert found == Tailnet(
-        own=("100.64.0.1", "fd7a:115c:a1e0::1"),
         machines=(("100.64.0.2", "fd7a:115c:a1e0::2"), ("100.64.0.5",), ("100.64.0.6",)),
     )
 

@@ -14,6 +14,7 @@ from support.rings import fake_ring as rings
 from support.rings.fake_ring import FakeRing, fake_ring, request_of
 
 from shardnet.api.client import Client
+from shardnet.cluster.head.head import Head
 from shardnet.cluster.head.lead import Opening
 from shardnet.cluster.node.reporter import RingWatch
 from shardnet.cluster.peers.control_link import MessageHandlers
@@ -36,6 +37,7 @@ class Watched(ScriptedNode):
     def __init__(self, lead: Any) -> None:
         super().__init__()
         self.head = SimpleNamespace(latest=lead, elsewhere=lambda: None, opening=None)
+        self.head.check_leads = lambda: Head.check_leads(cast(Any, self.head))
         handlers = MessageHandlers()
         RingWatch(cast(Any, self.head), [LOST], list, lambda lead: [MADE]).register(handlers)
         self.handle = handlers.handle  # type: ignore[method-assign]

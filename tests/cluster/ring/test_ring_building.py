@@ -27,7 +27,6 @@ from shardnet.wire.messages.stages import LoadStage, StageReady
 
 SPEC = RingSpec(
     form=FORM,
-    stamp=(),
     addresses=("a:1", "b:2"),
     layers=(LayerRange(0, 1), LayerRange(1, 2)),
     n_streamed=(0, 0),
