@@ -39,6 +39,7 @@ USUAL = [
     *("deepseek_v2-host", "mistral4-host", "youtu-host", "mistral3-ministral3-host"),
     *("hy_v4-host", "deepseek_v32-host", "glm_moe_dsa-host"),
     *("kimi_linear-ranks-host", "bailing_hybrid-host", "glm5_next_text-host"),
+    "qwen4_exp_text-axes-host",
 ]
 ALL = [f"{case}-{kind}" for case in CASES for kind in (HOST, DEVICE)]
 
@@ -208,7 +209,10 @@ def _script(chain: StageChain, before: Any) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2", "kimi_linear-ranks", "glm5_next_text"])
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3_5_text", "lfm2", "kimi_linear-ranks", "glm5_next_text", "qwen4_exp_text-axes"],
+)
 def test_states_go_to_and_fro(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host computes any step; states are copied, kept, and moved."""
     folder = make_decoder(tmp_path, name.split("-")[0], **CASES[name])
@@ -298,7 +302,7 @@ def test_latents_wider_than_a_group_of_threads_holds_are_left_to_the_host(
     [
         ("deepseek_v4", {}, ["compressed entries"]),
         ("glm5_next_text-shared", {}, ["entries of 3 positions"]),
-        ("qwen4_exp_text", {"hc_count": 4}, ["n-gram embeddings", "a choice of blocks"]),
+        ("qwen4_exp_text", {}, ["n-gram embeddings", "3 gated streams"]),
     ],
 )
 def test_what_a_device_leaves_to_the_host_is_named(

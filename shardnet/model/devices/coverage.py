@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardnet.model.devices.device_attention import why_no_attention
-from shardnet.model.devices.device_choice import linears_of_index
+from shardnet.model.devices.device_choice import linears_of_index, why_no_choice
 from shardnet.model.devices.device_experts import gating_of, linears_of, why_no_experts
 from shardnet.model.devices.device_kv import DeviceKvCache
 from shardnet.model.devices.device_latents import why_no_latents
@@ -94,7 +94,10 @@ def _why_no_mixer(own: Attention) -> str:
         assert isinstance(own, SelfAttention | GatedAttention)
         if own.head_size > MAX_HEAD or own.head_size % 2:
             return f"heads of {own.head_size} columns"
-        linears = [projection_of(own), own.o_proj]
+        indexer = own.indexer if isinstance(own, GatedAttention) else None
+        if why := why_no_choice(indexer):
+            return why
+        linears = [projection_of(own), own.o_proj, *linears_of_index(indexer)]
     return _why_no_linears(linears)
 
 

@@ -128,7 +128,7 @@ class DeviceLatents:
             "rotate_heads",
             (n_rows, 1),
             [first, norm, *step.tables[index][:2], *step.at, *pages],
-            *(1, 0, width, 0, PAGE, 1, 0, 0, eps),
+            *(1, 0, width, 0, 0, PAGE, 1, 0, 0, eps),
         )
         queries = of("all queries", 4 * n_rows * self._second.shape[0])
         self._second(first, n_rows, queries)

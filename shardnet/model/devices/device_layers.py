@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -22,7 +23,7 @@ from shardnet.model.config.model_config import Temperature
 from shardnet.model.config.panel_form import PanelForm
 from shardnet.model.devices.coverage import projection_of
 from shardnet.model.devices.device_attention import DeviceAttention, blocks_within
-from shardnet.model.devices.device_choice import StageChoices
+from shardnet.model.devices.device_choice import DeviceBlocks, StageChoices
 from shardnet.model.devices.device_experts import DeviceExperts, bias_of, gating_of, linears_of
 from shardnet.model.devices.device_kv import DeviceKvCache
 from shardnet.model.devices.device_latents import DeviceLatents, visits_of_heads
@@ -64,7 +65,7 @@ from shardnet.model.layers.rotary import Rotary
 from shardnet.model.mixers.gated_delta import GatedDeltaNet
 from shardnet.model.mixers.latent_attention import LatentAttention
 from shardnet.model.mixers.mixed_attention import GatedAttention, TemperedAttention, growth_at
-from shardnet.model.mixers.position_indexer import PositionIndexer
+from shardnet.model.mixers.position_indexer import BlockIndexer, PositionIndexer
 from shardnet.model.mixers.short_conv import ShortConvolution
 
 LAYER_PARTS: Final = ("vectors", "rows", "experts")
@@ -311,15 +312,16 @@ class DeviceLayers:
         head: tuple[Norm, DeviceLinear] | None = None,
         *,
         hands_on: bool = False,
+        tables: Sequence[Rotary] = (),
     ) -> None:
         """Upload layers of which `why_not` says nothing; then `kv` is on the device too.
 
-        `ropes` says which of the step's rotary tables each has. A `head`, with the norm before it,
-        judges the rows of short steps. With `hands_on` the layer behind them takes the positions
-        that rows choose here. Raises CapacityError, and ConfigurationError where a form has other
-        bits.
+        `ropes` says which of the step's rotary tables each has; `tables` are those of all
+        positions, where any choose among blocks. A `head`, with the norm before it, judges the rows
+        of short steps. With `hands_on` the layer behind them takes the positions that rows choose
+        here. Raises CapacityError, and ConfigurationError where a form has other bits.
         """
-        self.device, self._kv, self._ropes = device, kv, ropes
+        self.device, self._kv, self._ropes, self._tables = device, kv, ropes, tables
         self._head = None if head is None else head[1].product
         self._final = None if head is None else _Around.of(device, Residual(before=head[0]))
         self._kernels = dict(device.rows_kernels())
@@ -329,7 +331,7 @@ class DeviceLayers:
         self._n_latent_heads = 0
         self._temperature: Temperature | None = None
         self._with_states: dict[int, StateLayer] = {}
-        self._indexers: list[PositionIndexer] = []
+        self._indexers: list[PositionIndexer | BlockIndexer] = []
         self._on = MixerDevice(
             driver=device.driver,
             kernels=device.kernels,
@@ -399,13 +401,21 @@ class DeviceLayers:
                 self._indexers.append(own.indexer)
                 projections, n_pooled = own.indexer.projections, own.indexer.config.n_pooled
                 if projections is not None and projections.pool is not None:
-                    self._kv.pooled[index] = n_pooled, projections.pool
+                    size = own.indexer.config.head_size
+                    self._kv.pooled[index] = n_pooled, size, projections.pool
             return latents
         if isinstance(own, TemperedAttention):
             self._temperature = own.temperature
             return DeviceAttention(own.inner, on, own.inner.qkv_proj, grows=True)
         assert isinstance(own, SelfAttention | GatedAttention)
-        return DeviceAttention(own, on, projection_of(own))
+        choose = None
+        if isinstance(own, GatedAttention) and own.indexer is not None:
+            indexer, every = own.indexer, self._tables[self._ropes[index]]
+            choose = DeviceBlocks(indexer, on, every, own.head_size)
+            pool, config = partial(indexer.pool, every), indexer.config
+            self._kv.pooled[index] = config.n_pooled, config.head_size, pool
+            self._indexers.append(indexer)
+        return DeviceAttention(own, on, projection_of(own), choose=choose)
 
     def _both(self, one: Mixer, other: Mixer, width: int) -> Mixer:
         def mix(rows: Buffer, inner: Buffer, index: int, step: StepBuffers) -> None:
@@ -452,6 +462,7 @@ class DeviceLayers:
         arrays: dict[str, Array] = {} if is_alone else {"hidden": hidden.numpy()}
         arrays |= {"best": np.zeros((n_rows, 2), np.uint32), "places": at, "runs": runs[:, :4]}
         arrays |= {"kept": runs[:, 4]} if keeps else {}
+        arrays |= self._choices.digits(step)
         for n, rotary in enumerate(rotaries):
             arrays |= {f"cosines {n}": rotary.cos.numpy(), f"sines {n}": rotary.sin.numpy()}
         brought = device.put_together(arrays | {"pages": pages})  # last, since their number grows
@@ -474,6 +485,7 @@ class DeviceLayers:
                 ],
                 heads=heads,
                 kept=brought["kept"] if keeps else None,
+                digits=brought["digits"] if "digits" in arrays else None,
                 chooses=chooses,
             )
             best = None if head is None else brought["best"]

@@ -59,8 +59,9 @@ class StepBuffers:
     its queries grow, float32. No row attends to more than `n_blocks` blocks of positions. `tables`
     has cosines and sines [T, R] by layer, and their R columns. `heads` says which head each of the
     T x H rows of heads is, None where nobody asks. `kept` says where the inputs of each row are
-    kept, None where those of none are. Where a row sees more than may be chosen it `chooses`: then
-    what it attends to is in the scratch `chosen` and `looked`, as text/choice.h has them.
+    kept, None where those of none are, `digits` where rows are on axes, None where nobody asks.
+    Where a row sees more than may be chosen it `chooses`: then what it attends to is in the scratch
+    `chosen` and `looked`, as text/choice.h has them.
     """
 
     n_rows: int
@@ -70,4 +71,5 @@ class StepBuffers:
     tables: Sequence[tuple[Buffer, Buffer, int]]
     heads: Visits | None
     kept: Buffer | None = None
+    digits: Buffer | None = None
     chooses: bool = False

@@ -295,6 +295,11 @@ CASES: dict[str, dict[str, Any]] = {
         "make_ngram_vocab_size_divisible_by": 20,
     },
     "qwen4_exp_text-plain": {"num_hidden_layers": 2},
+    "qwen4_exp_text-axes": {
+        "num_hidden_layers": 4,
+        "hc_count": 4,
+        "rope_parameters": AXES | {"partial_rotary_factor": 0.5},
+    },
     "qwen4_exp": {"num_hidden_layers": 2},
     "helium": {"num_hidden_layers": 2, "attention_bias": True},
     "cwm": {"num_hidden_layers": 5, "head_dim": 10, "sliding_window": 20},

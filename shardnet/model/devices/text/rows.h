@@ -101,10 +101,11 @@ KERNEL add_and_norm(GLOBAL float *hidden, GLOBAL const float *inner, GLOBAL cons
 /* A group has head GROUP_Y of row GROUP_X, which has `n_heads` queries, behind each its gate if it `has_gates`, then
  * `n_kv_heads` keys and as many values. Queries and keys are normed with `has_norm`, and rotated, with `has_pairs` columns
  * that are neighbours; keys and values go to their slot: of a row, `places` has position, where the numbers of its slot's
- * pages begin and by how much its queries grow, and a page is `page_size` positions of all KV heads. */
+ * pages begin and by how much its queries grow, and a page is `page_size` positions of all KV heads. Values there are
+ * `stride` columns apart. */
 KERNEL rotate_heads(GLOBAL float *heads, GLOBAL const float *weight, GLOBAL const float *cosines, GLOBAL const float *sines,
               GLOBAL const uint32_t *places, GLOBAL const uint32_t *pages, GLOBAL float *keys, GLOBAL float *values,
-              uint32_t n_heads, uint32_t n_kv_heads, uint32_t size, uint32_t n_rotated, uint32_t page_size,
+              uint32_t n_heads, uint32_t n_kv_heads, uint32_t size, uint32_t stride, uint32_t n_rotated, uint32_t page_size,
               uint32_t has_norm, uint32_t has_pairs, uint32_t has_gates, float eps WHERE) {
     AWAIT
     SHARED float line[LINE], parts[PARTS], scale[1];
@@ -113,7 +114,7 @@ KERNEL rotate_heads(GLOBAL float *heads, GLOBAL const float *weight, GLOBAL cons
     const uint64_t own = ((uint64_t)row * (n_heads + n_gates + 2 * n_kv_heads) + head + n_before) * size;
     const uint32_t page = pages[places[3 * row + 1] + position / page_size];
     const uint32_t kv_head = head < n_heads ? 0 : (head - n_heads) % n_kv_heads;
-    const uint64_t slot = ((uint64_t)(page * n_kv_heads + kv_head) * page_size + position % page_size) * size;
+    const uint64_t slot = (uint64_t)(page * n_kv_heads + kv_head) * page_size + position % page_size;
     const int is_value = head >= n_heads + n_kv_heads;
     PHASE {
         if (THREAD < PARTS) parts[THREAD] = 0;
@@ -139,8 +140,8 @@ KERNEL rotate_heads(GLOBAL float *heads, GLOBAL const float *weight, GLOBAL cons
                 turned = FMA(other, sines[at], MUL(line[i], cosines[at]));
             }
             if (head < n_heads) heads[own + i] = turned;
-            else if (is_value) values[slot + i] = turned;
-            else keys[slot + i] = turned;
+            else if (is_value) values[slot * stride + i] = turned;
+            else keys[slot * size + i] = turned;
         }
     }
 }
