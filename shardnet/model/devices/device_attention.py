@@ -97,9 +97,9 @@ def why_no_attention(own: Attention) -> str:
 class Attend:
     """Attention of one kind: queries over the pages of their slots.
 
-    Keys have the first of `sizes` columns, values the first of as many, by the second, or of
-    `stride`. `row_stride` is from row to row of queries, which may grow with their position. Rows
-    may have chosen up to `n_chosen` positions.
+    Of `sizes` the first are the columns of keys, the second those of values, which are the first of
+    so many as the third says. `row_stride` is from row to row of queries, which may grow with their
+    position. Rows may have chosen up to `n_chosen` positions.
     """
 
     def __init__(
@@ -107,17 +107,16 @@ class Attend:
         on: MixerDevice,
         kind: AttentionKind,
         n_heads: tuple[int, int],
-        sizes: tuple[int, int],
+        sizes: tuple[int, int, int],
         row_stride: int,
         *,
         has_gates: bool = False,
         grows: bool = False,
         n_chosen: int = 0,
-        stride: int = 0,
     ) -> None:
         """Compile it for query and KV heads. Raises CapacityError."""
         n_bytes = _OTHER_GROUP_BYTES.get(on.driver.dialect, _GROUP_BYTES)
-        size, n_columns = sizes
+        size, n_columns, stride = sizes
         of_rows = [
             attention_macros(n_heads[0] // n_heads[1], size, n_columns, n_rows, n_bytes, stride)
             for n_rows in ((1, _TOGETHER, 0) if n_chosen else (1, _TOGETHER))
@@ -211,12 +210,11 @@ class DeviceAttention:
             on,
             own.kind,
             heads,
-            (size, size),
+            (size, size, self._stride),
             row_stride,
             has_gates=self._has_gates,
             grows=grows,
             n_chosen=n_chosen,
-            stride=self._stride,
         )
 
     def __call__(self, rows: Buffer, inner: Buffer, index: int, step: StepBuffers) -> None:

@@ -131,14 +131,14 @@ class DeviceBlocks:
         weights = of("weights of index", 4 * n_rows * n_heads)
         (_, values), entries = on.pages_of(index), on.entries_of(index)
         self._heads(rows, n_rows, heads)
-        buffers = [heads, self._norm, self._tables, self._axes, step.digits, *step.at, values]
+        given = [heads, self._norm, self._tables, self._axes, step.more["digits"]]
         first = 0 if step.chooses else n_heads
         for begin, end in ((first, n_heads + 1), (n_heads + 1, n_heads + 2)):
             launch(
                 on.driver,
                 self._kernels["index_blocks"],
                 (n_rows, end - begin),
-                [*buffers, queries, weights, entries],
+                [*given, *step.at, values, queries, weights, entries],
                 *(begin, n_heads, self._n_rotated, N_DIGITS * config.n_axes, n_kv_heads),
                 *(self._begin, self._begin + config.beside_values(n_kv_heads), PAGE),
                 *(config.n_pooled, self._eps),
@@ -154,20 +154,19 @@ def choose(
     config: Indexer,
     given: Sequence[Buffer],
     step: StepBuffers,
-    factor: float | None = None,
+    factor: float = 0,
 ) -> None:
     """Choose positions by the `given` queries [T, I, D], weights [T, I], places, pages and keys.
 
     Keys are those of entries, if these have several positions each. Weights are multiplied by
-    `factor`, None for the usual one.
+    `factor`, 0 for the usual one.
     """
     n_rows, n_pooled, n_chosen = step.n_rows, config.n_pooled, config.n_chosen // config.n_pooled
     n_columns = -(-step.n_blocks * KEYS // n_pooled)
     at_once = max(1, min(n_rows, _MOST_SCORE_BYTES // (4 * n_columns)))
     scores = on.scratch.of("scores of index", 4 * at_once * n_columns)
     both = chosen_buffers(on, config, n_rows)
-    if factor is None:
-        factor = (config.n_heads * config.head_size) ** -0.5
+    scale = np.float32(factor or (config.n_heads * config.head_size) ** -0.5)
     for first in range(0, n_rows, at_once):
         n = min(at_once, n_rows - first)
         launch(
@@ -175,15 +174,7 @@ def choose(
             kernels["score_entries"],
             (-(-n_columns // THREADS), n),
             [*given, scores],
-            *(
-                first,
-                config.n_heads,
-                PAGE // n_pooled,
-                n_pooled,
-                n_chosen,
-                n_columns,
-                np.float32(factor),
-            ),
+            *(first, config.n_heads, PAGE // n_pooled, n_pooled, n_chosen, n_columns, scale),
         )
         sizes = first, n_pooled, n_chosen, n_columns
         buffers = [scores, step.at[0], *both]

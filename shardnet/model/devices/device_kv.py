@@ -52,7 +52,7 @@ class DeviceKvCache(KvCache):
     def __init__(self, *of: Any, **more: Any) -> None:
         super().__init__(*of, **more)
         self.pooled: dict[int, tuple[int, int, Pool]] = {}
-        """Layers with entries of so many positions and columns, which are of a page as these are."""
+        """Layers with entries of so many positions and columns, which pages have as these."""
 
     def compute_on(self, driver: Driver, layers: Mapping[int, StateLayer]) -> None:
         """Keep pages on a device from now on, and states: `layers` compute those with numbers."""

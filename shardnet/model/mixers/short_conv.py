@@ -12,6 +12,7 @@ size, N streams, H heads of n-grams of all lengths.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from shardnet.model.cache.slot_blocks import Replay, SlotState
 from shardnet.model.config.model_config import Activation, ModelConfig, Ngrams
 from shardnet.model.config.ngram_hashes import factors, head_rows, part_rows
+from shardnet.model.kernels.devices import where_float64
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.attention import ForwardStep
 from shardnet.model.layers.decoder_layer import Sublayer
@@ -133,15 +135,37 @@ class NgramFeatures:
         taps = weights.parameter(f"{name}.conv1d.weight")
         self.taps = taps.squeeze(1).T.contiguous()  # [taps, N x E], float32: the oldest first
 
-    def gated(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """Look up table `rows` [T, H], and gate them by rows [T, N x E]: float32 [T, N, E]."""
-        features = self.table.rows(rows.flatten()).view(len(rows), -1)
+    def text(self, before: Tensor) -> Tensor:
+        """Return the token ids of the last positions: ends of a text before the first one.
+
+        `before` are the last rows of a state, at least as many as n-grams are long less 1.
+        """
+        own = self.hashes.config
+        ids = from_digits(before[len(before) - own.longest + 1 :, -own.n_digits :])
+        return torch.where(ids == 0, own.end_id, ids - 1).cpu()
+
+    def digits(self, token_ids: Tensor, like: Tensor) -> Tensor:
+        """Write token ids [T] as states have them: [T, digits] in the dtype of `like`."""
+        return to_digits(token_ids + 1, like)
+
+    def look_up(self, texts: Sequence[Tensor]) -> Tensor:
+        """Look up the rows of `texts`, each behind the ids before it: [T, features].
+
+        Raises CheckpointError, LostShardError.
+        """
+        n_before = self.hashes.config.longest - 1
+        rows = torch.cat(self.table.bring([(text, n_before) for text in texts]))
+        return self.table.rows(rows.flatten()).view(len(rows), -1)
+
+    def gated(self, hidden: Tensor, features: Tensor) -> Tensor:
+        """Gate what was looked up, [T, features], by rows [T, N x E]: float32 [T, N, E]."""
         keys, values = self.key_proj(features), self.value_proj(features).float()
         n_streams, width = self.norm_key.weight.shape
-        apart = (len(rows), n_streams, width)
+        apart = (len(hidden), n_streams, width)
         keys, queries = self.norm_key(keys.view(apart)), self.norm_query(hidden.view(apart))
         scores = _sum_of_columns(keys.float() * queries.float()) / width**0.5  # [T, N]
-        roots = scores.abs().clamp_min(_LEAST_GATE).sqrt() * scores.sign()
+        sizes = where_float64(scores.abs().clamp_min(_LEAST_GATE)).double()
+        roots = sizes.sqrt().float().to(scores.device) * scores.sign()  # torch's of float32 differ
         return row_sigmoid(roots.contiguous())[..., None] * values[:, None]
 
     def convolve(self, rows: Tensor, n_rows: int) -> Tensor:
@@ -169,12 +193,10 @@ class NgramSublayer:
         befores = [state.at_end.features for state in states]  # [B, N x E and digits]
         spans = list(zip(step.spans, befores, strict=True))
         texts = [
-            torch.cat((self._ids(before), ids[span.start : span.end])) for span, before in spans
+            torch.cat((own.text(before), ids[span.start : span.end])) for span, before in spans
         ]
-        n_before = own.hashes.config.longest - 1
-        rows = torch.cat(own.table.bring([(text, n_before) for text in texts]))
-        gated = own.gated(hidden, rows).to(hidden.dtype)
-        new = torch.cat((own.norm_conv(gated).flatten(1), to_digits(step.token_ids + 1, gated)), 1)
+        gated = own.gated(hidden, own.look_up(texts)).to(hidden.dtype)
+        new = torch.cat((own.norm_conv(gated).flatten(1), own.digits(step.token_ids, gated)), 1)
         given = [torch.cat((before, new[span.start : span.end])) for span, before in spans]
         convolved = [
             own.convolve(each[:, :width], span.end - span.start)
@@ -187,12 +209,6 @@ class NgramSublayer:
             if state.kept:
                 state.replay_too(_replay_features(each))
         return hidden
-
-    def _ids(self, before: Tensor) -> Tensor:
-        """Return the token ids of the last positions: ends of a text before the first one."""
-        own = self.features.hashes.config
-        ids = from_digits(before[len(before) - own.longest + 1 :, -own.n_digits :])
-        return torch.where(ids == 0, own.end_id, ids - 1).cpu()
 
 
 def _replay_features(rows: Tensor) -> Replay:
