@@ -56,6 +56,10 @@ class SlotState:
             features=torch.zeros(shape.features, dtype=dtype, device=device),
         )
 
+    def last_features(self, n: int) -> Tensor:
+        """Return the last rows of `features`, so many, to be read."""
+        return self.features[len(self.features) - n :]
+
     @property
     def n_bytes(self) -> int:
         """Bytes of the state."""

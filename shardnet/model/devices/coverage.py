@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardnet.model.devices.device_attention import why_no_attention
-from shardnet.model.devices.device_choice import linears_of_index
+from shardnet.model.devices.device_choice import linears_of_index, why_no_choice
 from shardnet.model.devices.device_experts import gating_of, linears_of, why_no_experts
 from shardnet.model.devices.device_kv import DeviceKvCache
 from shardnet.model.devices.device_latents import why_no_latents
+from shardnet.model.devices.device_ngrams import why_no_ngrams
 from shardnet.model.devices.device_recurrence import why_no_recurrence
 from shardnet.model.devices.device_streams import why_no_streams
 from shardnet.model.devices.products import can_multiply
@@ -60,8 +61,9 @@ def _why_no_sublayer(sublayer: Sublayer) -> str:
             why = why_no_experts(sublayer.mlp, _is_multiplied)
         case MlpSublayer():
             why = _why_no_mlp(sublayer.mlp)
-        case NgramSublayer():
-            return "n-gram embeddings"
+        case NgramSublayer(attention=AttentionSublayer(self_attn=GatedDeltaNet())):
+            why = why_no_ngrams(sublayer.features, _is_multiplied)
+            return why or _why_no_sublayer(sublayer.attention)
         case _:
             return "layers that are no attention and MLP"
     if isinstance(sublayer.residual, StreamResidual):
@@ -94,7 +96,10 @@ def _why_no_mixer(own: Attention) -> str:
         assert isinstance(own, SelfAttention | GatedAttention)
         if own.head_size > MAX_HEAD or own.head_size % 2:
             return f"heads of {own.head_size} columns"
-        linears = [projection_of(own), own.o_proj]
+        indexer = own.indexer if isinstance(own, GatedAttention) else None
+        if why := why_no_choice(indexer):
+            return why
+        linears = [projection_of(own), own.o_proj, *linears_of_index(indexer)]
     return _why_no_linears(linears)
 
 

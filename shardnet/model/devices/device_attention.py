@@ -6,6 +6,7 @@ threads. Must not know the layer around it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -41,9 +42,16 @@ _MOST_BLOCK_BYTES: Final = 256 << 20
 
 
 def attention_macros(
-    n_queries: int, size: int, n_columns: int, most_rows: int = 1, n_bytes: int = _GROUP_BYTES
+    n_queries: int,
+    size: int,
+    n_columns: int,
+    most_rows: int = 1,
+    n_bytes: int = _GROUP_BYTES,
+    stride: int = 0,
 ) -> dict[str, int]:
     """Return what the text must know: by query heads of a KV head, their columns, and values'.
+
+    Values are `stride` columns apart, as many as keys have if that is 0.
 
     A group of threads computes as many of them as its memory of `n_bytes` holds, and of up to
     `most_rows` rows, a power of two: they read keys together. Of 0 rows it is one whose positions
@@ -55,7 +63,7 @@ def attention_macros(
     n_heads = next(n for n in (8, 6, 4, 2, 1) if n <= most and n_queries % n == 0)
     n_rows = 1 << min(most_rows or 1, most // n_heads).bit_length() - 1
     macros = {"HEADS": n_heads, "TOGETHER": n_rows, "SIZE": size, "OF_VALUE": n_columns}
-    return macros | {"CHOSEN": int(most_rows == 0)}
+    return macros | {"STRIDE": stride or size, "CHOSEN": int(most_rows == 0)}
 
 
 def blocks_within(position: int) -> int:
@@ -66,8 +74,6 @@ def blocks_within(position: int) -> int:
 def why_no_attention(own: Attention) -> str:
     """Say what the text does not compute of an attention but for its linears, "" for nothing."""
     if isinstance(own, GatedAttention):
-        if own.indexer is not None:
-            return "a choice of blocks"
         if own.gates_behind:
             return "gates behind values"
         return "" if own.qk_norm.per_head else "a norm over all heads"
@@ -91,9 +97,9 @@ def why_no_attention(own: Attention) -> str:
 class Attend:
     """Attention of one kind: queries over the pages of their slots.
 
-    Keys have the first of `sizes` columns, values the first of as many, by the second. `row_stride`
-    is from row to row of queries, which may grow with their position. Rows may have chosen up to
-    `n_chosen` positions.
+    Of `sizes` the first are the columns of keys, the second those of values, which are the first of
+    so many as the third says. `row_stride` is from row to row of queries, which may grow with their
+    position. Rows may have chosen up to `n_chosen` positions.
     """
 
     def __init__(
@@ -101,7 +107,7 @@ class Attend:
         on: MixerDevice,
         kind: AttentionKind,
         n_heads: tuple[int, int],
-        sizes: tuple[int, int],
+        sizes: tuple[int, int, int],
         row_stride: int,
         *,
         has_gates: bool = False,
@@ -110,9 +116,9 @@ class Attend:
     ) -> None:
         """Compile it for query and KV heads. Raises CapacityError."""
         n_bytes = _OTHER_GROUP_BYTES.get(on.driver.dialect, _GROUP_BYTES)
-        size, n_columns = sizes
+        size, n_columns, stride = sizes
         of_rows = [
-            attention_macros(n_heads[0] // n_heads[1], size, n_columns, n_rows, n_bytes)
+            attention_macros(n_heads[0] // n_heads[1], size, n_columns, n_rows, n_bytes, stride)
             for n_rows in ((1, _TOGETHER, 0) if n_chosen else (1, _TOGETHER))
         ]
         self._few, self._many, *self._chosen = (
@@ -175,7 +181,7 @@ class DeviceAttention:
     """The attention of one layer, of which `why_no_attention` says nothing.
 
     `projection` gives queries, with their gates in a GatedAttention, keys and values. Queries may
-    grow with their position.
+    grow with their position. Of an attention with an indexer `choose` is what does its part.
     """
 
     def __init__(
@@ -185,9 +191,10 @@ class DeviceAttention:
         projection: Linear,
         *,
         grows: bool = False,
+        choose: Callable[[Buffer, int, StepBuffers], None] | None = None,
     ) -> None:
         """Upload it. Raises CapacityError."""
-        self._own, self._on = own, on
+        self._own, self._on, self._choose = own, on, choose
         self._qkv, self._output = on.make(projection), on.make(own.o_proj)
         self._has_gates = isinstance(own, GatedAttention)
         self._has_pairs = isinstance(own, SelfAttention) and own.has_pairs
@@ -195,9 +202,19 @@ class DeviceAttention:
         self._norm = None if norm is None else on.put(norm.weight.float().numpy())
         self._eps = np.float32(0.0 if norm is None else norm.eps)
         heads, size = (own.n_heads, own.n_kv_heads), own.head_size
-        row_stride = self._qkv.shape[0]
+        row_stride, self._stride, n_chosen = self._qkv.shape[0], size, 0
+        if isinstance(own, GatedAttention) and own.indexer is not None:
+            self._stride += own.indexer.config.beside_values(own.n_kv_heads)
+            n_chosen = own.indexer.config.n_attended
         self._attend = Attend(
-            on, own.kind, heads, (size, size), row_stride, has_gates=self._has_gates, grows=grows
+            on,
+            own.kind,
+            heads,
+            (size, size, self._stride),
+            row_stride,
+            has_gates=self._has_gates,
+            grows=grows,
+            n_chosen=n_chosen,
         )
 
     def __call__(self, rows: Buffer, inner: Buffer, index: int, step: StepBuffers) -> None:
@@ -212,8 +229,10 @@ class DeviceAttention:
             "rotate_heads",
             (n_rows, n_heads + 2 * n_kv_heads),
             [heads, heads if self._norm is None else self._norm, cosines, sines, *step.at, *pages],
-            *(n_heads, n_kv_heads, size, n_rotated, PAGE),
+            *(n_heads, n_kv_heads, size, self._stride, n_rotated, PAGE),
             *(int(self._norm is not None), int(self._has_pairs), int(self._has_gates)),
             self._eps,
         )
+        if self._choose is not None:
+            self._choose(rows, index, step)
         self._output(self._attend(heads, pages, step), n_rows, inner)

@@ -14,33 +14,41 @@ from typing import Final
 import numpy as np
 import torch
 
-from shardnet.model.config.model_config import Indexer
+from shardnet.model.config.model_config import N_DIGITS, Indexer
 from shardnet.model.devices.device_attention import KEYS
 from shardnet.model.devices.device_kv import PAGE
 from shardnet.model.devices.mixer_device import MixerDevice, StepBuffers
 from shardnet.model.drivers.driver import THREADS, Array, Buffer, Kernel, launch
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.attention import ForwardStep
-from shardnet.model.mixers.position_indexer import PositionIndexer
+from shardnet.model.layers.rotary import Rotary
+from shardnet.model.mixers.position_indexer import BlockIndexer, PositionIndexer, to_digits
 
 CHOICE_PARTS: Final = ("vectors", "choice")
 """Of the text."""
-CHOICE_NAMES: Final = ("index_heads", "pool_entries", "score_entries", "choose_entries")
+CHOICE_NAMES: Final = (
+    *("index_heads", "pool_entries", "index_blocks"),
+    *("score_entries", "choose_entries"),
+)
 _MOST_SCORE_BYTES: Final = 64 << 20
 """Rows whose scores take more choose one part after the other."""
 
 
-def why_no_choice(own: PositionIndexer | None) -> str:
+def why_no_choice(own: PositionIndexer | BlockIndexer | None) -> str:
     """Say what the text does not compute of an indexer but for its linears, "" for nothing."""
     if own is None:
         return ""
     if PAGE % own.config.n_pooled:
         return f"entries of {own.config.n_pooled} positions"
+    if isinstance(own, BlockIndexer):
+        return "" if own.k_norm.bias is None else "this norm"
     return "this norm" if own.projections and own.projections.k_norm.bias is None else ""
 
 
-def linears_of_index(own: PositionIndexer | None) -> list[Linear]:
+def linears_of_index(own: PositionIndexer | BlockIndexer | None) -> list[Linear]:
     """Return the linears of an indexer."""
+    if isinstance(own, BlockIndexer):
+        return [own.qk_proj]
     if own is None or own.projections is None:
         return []
     made, pool = own.projections, own.projections.pool
@@ -96,23 +104,69 @@ class DeviceIndexer:
             choose(on, self._kernels, config, [queries, weights, *step.at, stored], step)
 
 
+class DeviceBlocks:
+    """What chooses blocks of positions in one layer, of which `why_no_choice` says nothing."""
+
+    def __init__(self, own: BlockIndexer, on: MixerDevice, every: Rotary, begin: int) -> None:
+        """Upload it, and `every` place's cosines and sines. Raises CapacityError.
+
+        What it stores stands behind `begin` columns of each value.
+        """
+        self._on, self._own, self._begin, config = on, own, begin, own.config
+        self._heads = on.make(own.qk_proj)
+        norms = own.q_norm.weight[0], own.k_norm.weight
+        self._norm = on.put(np.stack([norm.float().numpy() for norm in norms]))
+        self._eps, self._n_rotated = np.float32(own.k_norm.eps), every.cos.shape[-1]
+        self._tables = on.put(torch.cat((every.cos, every.sin), 1).numpy())
+        axes = torch.zeros(self._n_rotated) if every.axes is None else every.axes
+        self._axes = on.put(axes.numpy().astype(np.uint32))
+        self._kernels = on.kernels.of({"SIZE": config.head_size}, CHOICE_PARTS, CHOICE_NAMES)
+
+    def __call__(self, rows: Buffer, index: int, step: StepBuffers) -> None:
+        """Store the keys of normalised rows [T, E] in layer `index`, and choose what they see."""
+        on, of, n_rows, config = self._on, self._on.scratch.of, step.n_rows, self._own.config
+        n_heads, n_kv_heads = config.n_heads, self._own.n_kv_heads
+        heads = of("heads of index", 4 * n_rows * self._heads.shape[0])
+        queries = of("queries of index", 4 * n_rows * n_heads * config.head_size)
+        weights = of("weights of index", 4 * n_rows * n_heads)
+        (_, values), entries = on.pages_of(index), on.entries_of(index)
+        self._heads(rows, n_rows, heads)
+        given = [heads, self._norm, self._tables, self._axes, step.more["digits"]]
+        first = 0 if step.chooses else n_heads
+        for begin, end in ((first, n_heads + 1), (n_heads + 1, n_heads + 2)):
+            launch(
+                on.driver,
+                self._kernels["index_blocks"],
+                (n_rows, end - begin),
+                [*given, *step.at, values, queries, weights, entries],
+                *(begin, n_heads, self._n_rotated, N_DIGITS * config.n_axes, n_kv_heads),
+                *(self._begin, self._begin + config.beside_values(n_kv_heads), PAGE),
+                *(config.n_pooled, self._eps),
+            )
+        if step.chooses:
+            given = [queries, weights, *step.at, entries]
+            choose(on, self._kernels, config, given, step, config.head_size**-0.5)
+
+
 def choose(
     on: MixerDevice,
     kernels: Mapping[str, Kernel],
     config: Indexer,
     given: Sequence[Buffer],
     step: StepBuffers,
+    factor: float = 0,
 ) -> None:
     """Choose positions by the `given` queries [T, I, D], weights [T, I], places, pages and keys.
 
-    Keys are those of entries, if these have several positions each.
+    Keys are those of entries, if these have several positions each. Weights are multiplied by
+    `factor`, 0 for the usual one.
     """
     n_rows, n_pooled, n_chosen = step.n_rows, config.n_pooled, config.n_chosen // config.n_pooled
     n_columns = -(-step.n_blocks * KEYS // n_pooled)
     at_once = max(1, min(n_rows, _MOST_SCORE_BYTES // (4 * n_columns)))
     scores = on.scratch.of("scores of index", 4 * at_once * n_columns)
     both = chosen_buffers(on, config, n_rows)
-    factor = np.float32((config.n_heads * config.head_size) ** -0.5)
+    scale = np.float32(factor or (config.n_heads * config.head_size) ** -0.5)
     for first in range(0, n_rows, at_once):
         n = min(at_once, n_rows - first)
         launch(
@@ -120,7 +174,7 @@ def choose(
             kernels["score_entries"],
             (-(-n_columns // THREADS), n),
             [*given, scores],
-            *(first, config.n_heads, PAGE // n_pooled, n_pooled, n_chosen, n_columns, factor),
+            *(first, config.n_heads, PAGE // n_pooled, n_pooled, n_chosen, n_columns, scale),
         )
         sizes = first, n_pooled, n_chosen, n_columns
         buffers = [scores, step.at[0], *both]
@@ -140,15 +194,23 @@ class StageChoices:
     """
 
     def __init__(
-        self, indexers: Sequence[PositionIndexer], on: MixerDevice, *, hands_on: bool
+        self, indexers: Sequence[PositionIndexer | BlockIndexer], on: MixerDevice, *, hands_on: bool
     ) -> None:
         self._on, self._hands_on = on, hands_on
         self._config = indexers[0].config if indexers else None
-        self._takes = bool(indexers) and indexers[0].projections is None
+        self._takes = bool(indexers) and not linears_of_index(indexers[0])
 
     def are_missing(self, step: ForwardStep) -> bool:
         """Whether a layer takes the choice of one before, which has made none."""
         return self._takes and not step.choices
+
+    def digits(self, step: ForwardStep) -> dict[str, Array]:
+        """Return the digits of where rows are, by axis, if keys of blocks have any."""
+        if self._config is None or not self._config.n_axes:
+            return {}
+        axes = step.rotary_positions.expand(self._config.n_axes, -1)
+        digits = [to_digits(axis, torch.empty(0)) for axis in axes]
+        return {"digits": torch.cat(digits, 1).numpy()}
 
     def bring(self, step: ForwardStep, at: Array) -> bool:
         """Upload what came, by `at` of StepBuffers; say whether rows see more than they choose."""

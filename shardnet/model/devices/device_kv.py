@@ -51,8 +51,8 @@ class DeviceKvCache(KvCache):
 
     def __init__(self, *of: Any, **more: Any) -> None:
         super().__init__(*of, **more)
-        self.pooled: dict[int, tuple[int, Pool]] = {}
-        """Layers with entries of so many positions each, which are of a page as positions are."""
+        self.pooled: dict[int, tuple[int, int, Pool]] = {}
+        """Layers with entries of so many positions and columns, which pages have as these."""
 
     def compute_on(self, driver: Driver, layers: Mapping[int, StateLayer]) -> None:
         """Keep pages on a device from now on, and states: `layers` compute those with numbers."""
@@ -243,7 +243,8 @@ class DeviceKvCache(KvCache):
         both = each * heads.key_size, each * heads.value_size
         if layer not in self.pooled:
             return both
-        return *both, both[1] // 2 // self.pooled[layer][0]  # behind keys of positions are scores
+        n_pooled, n_columns, _ = self.pooled[layer]
+        return *both, 4 * PAGE // n_pooled * n_columns
 
     def _copy_pages(self, source: _Held, target: _Held, n_positions: int) -> None:
         """Copy the first positions of a slot to pages of another. Raises CapacityError."""
@@ -286,7 +287,7 @@ class DeviceKvCache(KvCache):
 
     def _bring_entries(self, slot: SlotId, held: _Held, layer: int, begin: int, end: int) -> None:
         """Upload the entries whose last positions are within `[begin, end)`."""
-        n_pooled, pool = self.pooled[layer]
+        n_pooled, _, pool = self.pooled[layer]
         entries = self.entries(slot, layer, end // n_pooled, n_pooled, pool)
         of_page, n_bytes = PAGE // n_pooled, 4 * entries.shape[1]
         at = begin // n_pooled

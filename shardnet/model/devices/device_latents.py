@@ -10,21 +10,17 @@ of a latent, V of a value.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
 
 import numpy as np
 
 from shardnet.model.devices.device_attention import Attend
 from shardnet.model.devices.device_choice import DeviceIndexer, why_no_choice
 from shardnet.model.devices.device_kv import PAGE
-from shardnet.model.devices.mixer_device import MixerDevice, StepBuffers
+from shardnet.model.devices.mixer_device import LINE, MixerDevice, StepBuffers
 from shardnet.model.devices.products import GATHERED_FROM, TILE, Tiles, Visits
 from shardnet.model.drivers.driver import THREADS, Array, Buffer
 from shardnet.model.layers.native_attention import MAX_HEAD
 from shardnet.model.mixers.latent_attention import LatentAttention
-
-_LINE: Final = 4096
-"""Columns that a group of threads holds: LINE of text/rows.h."""
 
 
 def why_no_latents(own: LatentAttention) -> str:
@@ -37,7 +33,7 @@ def why_no_latents(own: LatentAttention) -> str:
         return f"latents of {own.latent.width} columns"
     rank = 0 if own.queries.q_b_proj is None else own.queries.first.shape[0]
     widest = max(rank, own.latent.nope_size)
-    return f"queries of {widest} columns" if widest > _LINE else ""
+    return f"queries of {widest} columns" if widest > LINE else ""
 
 
 def visits_of_heads(n_rows: int, n_heads: int, put_in: Callable[[str, Array], Buffer]) -> Visits:
@@ -82,8 +78,8 @@ class DeviceLatents:
             n_chosen = own.indexer.config.n_attended
             if own.indexer.projections is not None:
                 self._indexer = DeviceIndexer(own.indexer, on)
-        heads, stride = (self.n_heads, 1), self.n_heads * width
-        self._attend = Attend(on, own.kind, heads, (width, rank), stride, n_chosen=n_chosen)
+        heads, sizes, stride = (self.n_heads, 1), (width, rank, width), self.n_heads * width
+        self._attend = Attend(on, own.kind, heads, sizes, stride, n_chosen=n_chosen)
 
     def __call__(self, rows: Buffer, inner: Buffer, index: int, step: StepBuffers) -> None:
         """Run normalised rows [T, E] through it in layer `index` within the stage: `inner`."""
@@ -128,7 +124,7 @@ class DeviceLatents:
             "rotate_heads",
             (n_rows, 1),
             [first, norm, *step.tables[index][:2], *step.at, *pages],
-            *(1, 0, width, 0, PAGE, 1, 0, 0, eps),
+            *(1, 0, width, 0, 0, PAGE, 1, 0, 0, eps),
         )
         queries = of("all queries", 4 * n_rows * self._second.shape[0])
         self._second(first, n_rows, queries)

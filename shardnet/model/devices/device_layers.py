@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -22,10 +23,11 @@ from shardnet.model.config.model_config import Temperature
 from shardnet.model.config.panel_form import PanelForm
 from shardnet.model.devices.coverage import projection_of
 from shardnet.model.devices.device_attention import DeviceAttention, blocks_within
-from shardnet.model.devices.device_choice import StageChoices
+from shardnet.model.devices.device_choice import DeviceBlocks, StageChoices
 from shardnet.model.devices.device_experts import DeviceExperts, bias_of, gating_of, linears_of
 from shardnet.model.devices.device_kv import DeviceKvCache
 from shardnet.model.devices.device_latents import DeviceLatents, visits_of_heads
+from shardnet.model.devices.device_ngrams import DeviceNgrams, StageNgrams
 from shardnet.model.devices.device_recurrence import (
     STATE_NAMES,
     STATE_PARTS,
@@ -33,7 +35,7 @@ from shardnet.model.devices.device_recurrence import (
     DeviceRecurrence,
 )
 from shardnet.model.devices.device_states import StateLayer
-from shardnet.model.devices.device_streams import DeviceStreams
+from shardnet.model.devices.device_streams import Add, DeviceStreams
 from shardnet.model.devices.mixer_device import BEFORE, MixerDevice, StepBuffers
 from shardnet.model.devices.products import MANY, ROWS, DeviceProduct, Gating, Rows
 from shardnet.model.drivers.driver import (
@@ -64,8 +66,8 @@ from shardnet.model.layers.rotary import Rotary
 from shardnet.model.mixers.gated_delta import GatedDeltaNet
 from shardnet.model.mixers.latent_attention import LatentAttention
 from shardnet.model.mixers.mixed_attention import GatedAttention, TemperedAttention, growth_at
-from shardnet.model.mixers.position_indexer import PositionIndexer
-from shardnet.model.mixers.short_conv import ShortConvolution
+from shardnet.model.mixers.position_indexer import BlockIndexer, PositionIndexer
+from shardnet.model.mixers.short_conv import NgramSublayer, ShortConvolution
 
 LAYER_PARTS: Final = ("vectors", "rows", "experts")
 """Of the text."""
@@ -74,6 +76,7 @@ _NAMES: Final = (
     "rotate_heads",
     "split_latents",
     "open_rows",
+    "gate_ngrams",
     "route",
     "route_in_groups",
     "group_visits",
@@ -311,15 +314,16 @@ class DeviceLayers:
         head: tuple[Norm, DeviceLinear] | None = None,
         *,
         hands_on: bool = False,
+        tables: Sequence[Rotary] = (),
     ) -> None:
         """Upload layers of which `why_not` says nothing; then `kv` is on the device too.
 
-        `ropes` says which of the step's rotary tables each has. A `head`, with the norm before it,
-        judges the rows of short steps. With `hands_on` the layer behind them takes the positions
-        that rows choose here. Raises CapacityError, and ConfigurationError where a form has other
-        bits.
+        `ropes` says which of the step's rotary tables each has; `tables` are those of all
+        positions, where any choose among blocks. A `head`, with the norm before it, judges the rows
+        of short steps. With `hands_on` the layer behind them takes the positions that rows choose
+        here. Raises CapacityError, and ConfigurationError where a form has other bits.
         """
-        self.device, self._kv, self._ropes = device, kv, ropes
+        self.device, self._kv, self._ropes, self._tables = device, kv, ropes, tables
         self._head = None if head is None else head[1].product
         self._final = None if head is None else _Around.of(device, Residual(before=head[0]))
         self._kernels = dict(device.rows_kernels())
@@ -329,7 +333,7 @@ class DeviceLayers:
         self._n_latent_heads = 0
         self._temperature: Temperature | None = None
         self._with_states: dict[int, StateLayer] = {}
-        self._indexers: list[PositionIndexer] = []
+        self._indexers: list[PositionIndexer | BlockIndexer] = []
         self._on = MixerDevice(
             driver=device.driver,
             kernels=device.kernels,
@@ -343,24 +347,37 @@ class DeviceLayers:
             states_of=lambda index: kv.states_on.cells.buffers[index],
             inputs_of=lambda index: kv.states_on.inputs.buffers[index],
         )
+        self._ngrams: dict[int, DeviceNgrams] = {}
         self._sublayers = list(self._uploaded(layers))
+        self._tables_of_ngrams = StageNgrams(self._ngrams)
         self._choices = StageChoices(self._indexers, self._on, hands_on=hands_on)
         kv.compute_on(device.driver, self._with_states)
 
     def _uploaded(self, layers: Sequence[Layer]) -> Iterator[_Sublayer]:
         for index, layer in enumerate(layers):
-            both = [each for each in (layer.attention, layer.mlp) if hasattr(each, "residual")]
+            first, add = layer.attention, None
+            if isinstance(first, NgramSublayer):
+                add, first = self._with_ngrams(first, index), first.attention
+            both = [each for each in (first, layer.mlp) if hasattr(each, "residual")]
             for sublayer in both:
                 assert isinstance(sublayer, AttentionSublayer | ExpertsSublayer | MlpSublayer)
                 residual, around = sublayer.residual, None
                 if isinstance(residual, StreamResidual):
-                    around = DeviceStreams(residual, self._on)
+                    around = DeviceStreams(residual, self._on, add if sublayer is first else None)
                 yield _Sublayer(
                     index=index,
                     is_last=sublayer is both[-1],
                     around=around or _Around.of(self.device, residual),
                     own=self._own_of(sublayer, index),
                 )
+
+    def _with_ngrams(self, sublayer: NgramSublayer, index: int) -> Add:
+        """Upload what n-grams add to streams before a recurrence."""
+        assert isinstance(sublayer.attention, AttentionSublayer)
+        assert isinstance(sublayer.attention.self_attn, GatedDeltaNet)
+        own = sublayer.attention.self_attn.config
+        self._ngrams[index] = DeviceNgrams(sublayer.features, self._on, index, own)
+        return self._ngrams[index].add
 
     def _own_of(
         self, sublayer: AttentionSublayer | ExpertsSublayer | MlpSublayer, index: int
@@ -387,7 +404,8 @@ class DeviceLayers:
             mixers = self._mixer_of(own.recurrence, index), self._mixer_of(own.self_attn, index)
             return self._both(*mixers, own.self_attn.o_proj.shape[0])
         if isinstance(own, GatedDeltaNet):
-            self._with_states[index] = recurrence = DeviceRecurrence(own, on)
+            recurrence = DeviceRecurrence(own, on, self._ngrams.get(index))
+            self._with_states[index] = recurrence
             return recurrence
         if isinstance(own, ShortConvolution):
             self._with_states[index] = convolution = DeviceConvolution(own, on)
@@ -399,13 +417,21 @@ class DeviceLayers:
                 self._indexers.append(own.indexer)
                 projections, n_pooled = own.indexer.projections, own.indexer.config.n_pooled
                 if projections is not None and projections.pool is not None:
-                    self._kv.pooled[index] = n_pooled, projections.pool
+                    size = own.indexer.config.head_size
+                    self._kv.pooled[index] = n_pooled, size, projections.pool
             return latents
         if isinstance(own, TemperedAttention):
             self._temperature = own.temperature
             return DeviceAttention(own.inner, on, own.inner.qkv_proj, grows=True)
         assert isinstance(own, SelfAttention | GatedAttention)
-        return DeviceAttention(own, on, projection_of(own))
+        choose = None
+        if isinstance(own, GatedAttention) and own.indexer is not None:
+            indexer, every = own.indexer, self._tables[self._ropes[index]]
+            choose = DeviceBlocks(indexer, on, every, own.head_size)
+            pool, config = partial(indexer.pool, every), indexer.config
+            self._kv.pooled[index] = config.n_pooled, config.head_size, pool
+            self._indexers.append(indexer)
+        return DeviceAttention(own, on, projection_of(own), choose=choose)
 
     def _both(self, one: Mixer, other: Mixer, width: int) -> Mixer:
         def mix(rows: Buffer, inner: Buffer, index: int, step: StepBuffers) -> None:
@@ -441,7 +467,9 @@ class DeviceLayers:
         if self._choices.are_missing(step):
             return None
         device, n_rows, shape = self.device, len(hidden), hidden.shape
+        more, ends = self._tables_of_ngrams.look_up(step)
         at, pages, runs = self._kv.bring(step.spans)
+        self._tables_of_ngrams.note(step, ends)
         if self._temperature is not None:
             at[:, 2] = growth_at(self._temperature, step.positions).numpy().view(np.uint32)
         n_blocks = blocks_within(max(s.position + s.end - s.start for s in step.spans) - 1)
@@ -452,9 +480,11 @@ class DeviceLayers:
         arrays: dict[str, Array] = {} if is_alone else {"hidden": hidden.numpy()}
         arrays |= {"best": np.zeros((n_rows, 2), np.uint32), "places": at, "runs": runs[:, :4]}
         arrays |= {"kept": runs[:, 4]} if keeps else {}
+        more |= self._choices.digits(step)
         for n, rotary in enumerate(rotaries):
             arrays |= {f"cosines {n}": rotary.cos.numpy(), f"sines {n}": rotary.sin.numpy()}
-        brought = device.put_together(arrays | {"pages": pages})  # last, since their number grows
+        arrays |= more | {"pages": pages}  # these last, since their number grows
+        brought = device.put_together(arrays)
         rows = device.put_in("hidden", hidden.numpy()) if is_alone else brought["hidden"]
         heads = None
         if self._n_latent_heads:
@@ -474,6 +504,7 @@ class DeviceLayers:
                 ],
                 heads=heads,
                 kept=brought["kept"] if keeps else None,
+                more={name: brought[name] for name in more},
                 chooses=chooses,
             )
             best = None if head is None else brought["best"]
@@ -512,13 +543,13 @@ class DeviceLayers:
     ) -> None:
         """Launch all layers over rows [T, E], and what finds the `best` outputs of the LM head."""
         inner, last = self._inner(shape), None if best is None else self._final
-        self._between(None, self._sublayers[0].around, rows, shape)
+        self._between(None, self._sublayers[0].around, rows, shape, step)
         for sublayer, behind in itertools.pairwise([*self._sublayers, None]):
             assert sublayer is not None
             following = last if behind is None else behind.around
             rounded = rounds and sublayer.is_last
             sublayer(self._input(sublayer.around, rows), inner, step)
-            self._between(sublayer.around, following, rows, shape, rounds=rounded)
+            self._between(sublayer.around, following, rows, shape, step, rounds=rounded)
         if best is not None and self._head is not None:
             outputs = self.device.scratch.of("judged", 4 * shape[0] * self._head.shape[0])
             self._head(self.device.scratch.of("normed", 0), shape[0], outputs)
@@ -557,6 +588,7 @@ class DeviceLayers:
         following: _Around | DeviceStreams | None,
         rows: Buffer,
         shape: Sequence[int],
+        step: StepBuffers,
         *,
         rounds: bool = False,
     ) -> None:
@@ -565,7 +597,7 @@ class DeviceLayers:
             left.share(rows, self._inner(shape), shape[0], rounds=rounds)
             left = None
         if isinstance(following, DeviceStreams):
-            following.join(rows, shape[0])
+            following.join(rows, step)
             following = None
         before = None if following is None else following.before
         if left is None and before is None:

@@ -16,6 +16,7 @@ from typing import Final
 import numpy as np
 import torch
 
+from shardnet.model.devices.device_ngrams import DeviceNgrams
 from shardnet.model.devices.device_states import INPUT_ROWS, Cell
 from shardnet.model.devices.mixer_device import BEFORE, MixerDevice, StepBuffers
 from shardnet.model.drivers.driver import THREADS, Array, Buffer
@@ -31,7 +32,7 @@ from shardnet.model.mixers.short_conv import ShortConvolution
 
 STATE_PARTS: Final = ("vectors", "reals", "states")
 """Of the text."""
-STATE_NAMES: Final = ("recur", "convolve", "keep_rows", "take_columns")
+STATE_NAMES: Final = ("recur", "convolve", "convolve_ngrams", "keep_rows", "take_columns")
 _MOST: Final = 256
 """Columns of a head's keys, and of its values, that a group of threads holds."""
 
@@ -143,9 +144,11 @@ class _KeptRows:
 class DeviceRecurrence:
     """A gated DeltaNet or Mamba-2 of one layer, of which `why_no_recurrence` says nothing."""
 
-    def __init__(self, own: GatedDeltaNet, on: MixerDevice) -> None:
-        """Upload its parameters. Raises CapacityError."""
-        make, put = on.make, on.put
+    def __init__(
+        self, own: GatedDeltaNet, on: MixerDevice, ngrams: DeviceNgrams | None = None
+    ) -> None:
+        """Upload its parameters; its layer has `ngrams` before it. Raises CapacityError."""
+        make, put, self._ngrams = on.make, on.put, ngrams
         self._config, self._scratch, self._launch = own.config, on.scratch, on.launch
         self._states_of = on.states_of
         linears, self._is_low_rank = _projections(own), isinstance(own.project, LowRankProjections)
@@ -161,7 +164,7 @@ class DeviceRecurrence:
         else:
             self._projections = [make(linear) for linear in linears]
         self._widths = widths[0], widths[-1]
-        self._kept = _KeptRows(on, widths)
+        self._kept = _KeptRows(on, widths if ngrams is None else [*widths, ngrams.n_columns])
         self.row_bytes = 4 * self._kept.width
         self._output = make(own.out_proj)
         self._numbers, self._has_norm = put(_numbers(own)), own.parameters.norm_weight is not None
@@ -186,7 +189,8 @@ class DeviceRecurrence:
         """Run normalised rows [T, E] through it in layer `index` within the stage: `inner`."""
         own, of, n_rows = self._config, self._scratch.of, step.n_rows
         made = self._project(rows, n_rows)
-        self._kept.keep(made, index, step)
+        ngrams = [] if self._ngrams is None else [self._ngrams.made(n_rows)]
+        self._kept.keep([*made, *ngrams], index, step)
         outputs = of("recurred", 4 * n_rows * own.value_width)
         given = made[0], made[-1], self._numbers, self._places, step.runs, self._states_of(index)
         self._recur([*given, outputs], n_rows, self._widths)
@@ -232,6 +236,7 @@ class DeviceRecurrence:
             *(own.n_taps, own.n_key_heads, own.n_value_heads, own.key_size, own.value_size),
             *(int(own.takes_turns), int(own.is_mamba), int(self._has_norm)),
             *(self._gates_alone, int(own.has_key_decays)),
+            0 if self._ngrams is None else self._ngrams.n_beside,
             *(self._eps, self._write_scale, self._decay_floor),
         )
 
@@ -243,6 +248,8 @@ class DeviceRecurrence:
         outputs = self._scratch.of("recurred", 4 * n_rows * self._config.value_width)
         given = rows, rows, self._numbers, self._places_kept, runs, self._states_of(index)
         self._recur([*given, outputs], n_rows, (self._kept.width,) * 2)
+        if self._ngrams is not None:
+            self._ngrams.convolve(rows, runs, n_rows, self._kept.width)
 
 
 def _numbers(own: GatedDeltaNet) -> Array:

@@ -77,6 +77,8 @@ class Cell:
     def __init__(self, cells: Cells) -> None:
         self._cells = cells
         self.number = cells.free.pop()
+        self.last_ids: Tensor | None = None
+        """Token ids of the last positions, if n-grams need them and they were noted."""
 
     def __del__(self) -> None:
         self._cells.free.append(self.number)
@@ -88,10 +90,11 @@ class Cell:
             cells.driver.upload(cells.buffers[layer], state, self.number * state.nbytes)
 
     def download(self, layer: int, state: Array) -> None:
-        """Copy the state of a layer from the device."""
+        """Copy the state of a layer from the device, or the last bytes of it."""
         if state.nbytes:
             cells = self._cells
-            cells.driver.download(cells.buffers[layer], state, self.number * state.nbytes)
+            end = (self.number + 1) * cells.sizes[layer]
+            cells.driver.download(cells.buffers[layer], state, end - state.nbytes)
 
 
 class DeviceState(SlotState):
@@ -100,9 +103,8 @@ class DeviceState(SlotState):
     def __init__(self, on: StateDevice, layer: int, end: int = 0, cell: Cell | None = None) -> None:
         self._on, self._layer = on, layer
         self.end, self.cell = end, cell
-        self._tensors: tuple[Tensor, Tensor] | None = None
+        self._tensors: tuple[Tensor, Tensor, Tensor] | None = None
         self.kept, self.inputs, self._spare = [], [], None
-        self.features = torch.empty(0, 0)  # no device computes those of n-grams
         self.again: dict[tuple[int, int], Cell] = {}
         """The cells to compute states to again, by the positions of the rows: the slot's."""
 
@@ -111,7 +113,7 @@ class DeviceState(SlotState):
         """Take over a state of the host."""
         made = cls(on, layer, state.end)
         if state.end:
-            made._tensors = state.recent, state.recurrent
+            made._tensors = state.recent, state.recurrent, state.features
         made.kept, made.inputs = state.kept, state.inputs
         return made
 
@@ -122,7 +124,7 @@ class DeviceState(SlotState):
 
     @recent.setter
     def recent(self, given: Tensor) -> None:
-        self._tensors = given, self._host()[1]
+        self._tensors = given, *self._host()[1:]
 
     @property
     def recurrent(self) -> Tensor:
@@ -131,13 +133,32 @@ class DeviceState(SlotState):
 
     @recurrent.setter
     def recurrent(self, given: Tensor) -> None:
-        self._tensors = self._host()[0], given
+        recent, _, features = self._host()
+        self._tensors = recent, given, features
 
-    def _host(self) -> tuple[Tensor, Tensor]:
+    @property
+    def features(self) -> Tensor:
+        """See SlotState: of the host, which may write there."""
+        return self._host()[2]
+
+    @features.setter
+    def features(self, given: Tensor) -> None:
+        self._tensors = *self._host()[:2], given
+
+    def last_features(self, n: int) -> Tensor:
+        """See SlotState."""
+        if self._tensors is not None:
+            return super().last_features(n)
+        rows = torch.zeros(n, self._on.shapes[self._layer].features[1])
+        if self.cell is not None:
+            self.cell.download(self._layer, rows.numpy())
+        return rows
+
+    def _host(self) -> tuple[Tensor, Tensor, Tensor]:
         if self._tensors is None:
             cell, self.cell = self.cell, None
             made = self._empty()
-            self._tensors = made.recent, made.recurrent
+            self._tensors = made.recent, made.recurrent, made.features
             if cell is not None:
                 flat = torch.empty(self.n_bytes, dtype=torch.uint8)
                 cell.download(self._layer, flat.numpy())
@@ -188,7 +209,8 @@ class DeviceState(SlotState):
         if isinstance(other, DeviceState):
             self.cell, self._tensors, self.end = other.cell, other._tensors, other.end
         else:
-            self.cell, self._tensors, self.end = None, (other.recent, other.recurrent), other.end
+            self.cell, self.end = None, other.end
+            self._tensors = other.recent, other.recurrent, other.features
 
     def clone(self) -> SlotState:
         """See SlotState: with the same cell."""
@@ -197,7 +219,8 @@ class DeviceState(SlotState):
             return own.clone()
         made = DeviceState(self._on, self._layer, own.end, own.cell)
         if own._tensors is not None:
-            made._tensors = own._tensors[0].clone(), own._tensors[1].clone()
+            recent, recurrent, features = (tensor.clone() for tensor in own._tensors)
+            made._tensors = recent, recurrent, features
         return made
 
     def reset(self) -> None:

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 
 from shardnet.model.config.model_config import StreamKind
-from shardnet.model.devices.mixer_device import BEFORE, MixerDevice
+from shardnet.model.devices.mixer_device import BEFORE, MixerDevice, StepBuffers
 from shardnet.model.devices.products import NO_ACTIVATION, Gating
 from shardnet.model.drivers.driver import THREADS, Buffer, launch
 from shardnet.model.kernels.linear import Linear
@@ -28,6 +28,8 @@ STREAM_NAMES: Final = ("join_streams", "join_gated", "share_streams")
 _MOST: Final = 14
 """Streams whose mixes the threads of a group have one each."""
 _Norm = tuple[Buffer, np.float32]
+Add = Callable[[Buffer, StepBuffers], None]
+"""Adds to streams [T, N x E]."""
 _BY_SILU: Final = Gating(activation=NO_ACTIVATION + 1)
 
 
@@ -55,9 +57,9 @@ def why_no_streams(own: StreamResidual, is_multiplied: Callable[[Linear], bool])
 class DeviceStreams:
     """The mixer around one sub-layer, of which `why_no_streams` says nothing."""
 
-    def __init__(self, own: StreamResidual, on: MixerDevice) -> None:
-        """Upload it. Raises CapacityError."""
-        self._on, mixer = on, own.mixer
+    def __init__(self, own: StreamResidual, on: MixerDevice, add: Add | None = None) -> None:
+        """Upload it; `add` is what adds to streams before it. Raises CapacityError."""
+        self._on, self._add, mixer = on, add, own.mixer
         self._is_balanced = False
         if isinstance(mixer, GatedMixer):
             self._count, self._width = mixer.norm.weight.shape
@@ -88,9 +90,11 @@ class DeviceStreams:
         self._numbers = on.put(numbers)
         self._how = config.n_rounds, np.float32(config.magnitude), np.float32(config.eps)
 
-    def join(self, streams: Buffer, n_rows: int) -> None:
+    def join(self, streams: Buffer, step: StepBuffers) -> None:
         """Join rows [T, N x E] for the sub-layer: [T, E], normed, in the scratch `normed`."""
-        count, of, width = self._count, self._on.scratch.of, self._width
+        if self._add is not None:
+            self._add(streams, step)
+        count, of, width, n_rows = self._count, self._on.scratch.of, self._width, step.n_rows
         n_mixes = count * (count + 2 if self._is_balanced else 2)
         mixes, normed = of("mixes", 4 * n_rows * n_mixes), of("normed", 4 * n_rows * width)
         wide = of("normed streams", 4 * n_rows * count * width)

@@ -5,8 +5,8 @@ Must not know any mixer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from shardnet.model.devices.products import DeviceProduct, Rows, Visits
@@ -14,6 +14,8 @@ from shardnet.model.drivers.driver import Array, Buffer, Driver, Kernels
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.kernels.panel_linear import PanelLinear
 
+LINE: Final = 4096
+"""Columns that a group of threads holds: LINE of text/rows.h."""
 BEFORE: Final = 8
 """What `add_and_norm` does for a norm alone."""
 
@@ -59,8 +61,9 @@ class StepBuffers:
     its queries grow, float32. No row attends to more than `n_blocks` blocks of positions. `tables`
     has cosines and sines [T, R] by layer, and their R columns. `heads` says which head each of the
     T x H rows of heads is, None where nobody asks. `kept` says where the inputs of each row are
-    kept, None where those of none are. Where a row sees more than may be chosen it `chooses`: then
-    what it attends to is in the scratch `chosen` and `looked`, as text/choice.h has them.
+    kept, None where those of none are; `more` is what kinds of layers ask for by name.
+    Where a row sees more than may be chosen it `chooses`: then what it attends to is in the scratch
+    `chosen` and `looked`, as text/choice.h has them.
     """
 
     n_rows: int
@@ -70,4 +73,5 @@ class StepBuffers:
     tables: Sequence[tuple[Buffer, Buffer, int]]
     heads: Visits | None
     kept: Buffer | None = None
+    more: Mapping[str, Buffer] = field(default_factory=dict)
     chooses: bool = False

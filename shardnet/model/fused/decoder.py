@@ -132,7 +132,13 @@ class DecoderStage:
                     judge = head.norm, linear
             ropes, hands_on = [rope for _, rope in self._layers], self._hands_choice_on
             self._on_device = DeviceLayers(
-                device, self._by_linears, kv, ropes, judge, hands_on=hands_on
+                device,
+                self._by_linears,
+                kv,
+                ropes,
+                judge,
+                hands_on=hands_on,
+                tables=self._tables,
             )
             self._head = head
         return why

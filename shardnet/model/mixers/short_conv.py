@@ -12,9 +12,9 @@ size, N streams, H heads of n-grams of all lengths.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 from shardnet.model.cache.slot_blocks import Replay, SlotState
 from shardnet.model.config.model_config import Activation, ModelConfig, Ngrams
 from shardnet.model.config.ngram_hashes import OF_LAYER, factors, head_rows, part_rows
+from shardnet.model.kernels.devices import where_float64
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.attention import ForwardStep, Span
 from shardnet.model.layers.decoder_layer import Sublayer
@@ -135,23 +136,46 @@ def _drawn_factors(own: Ngrams, layer: int) -> list[int]:
     return [2 * int(one) + 1 for one in drawn]
 
 
-class Features(Protocol):
-    """What is made of a table's rows."""
+class Features(ABC):
+    """What is made of a table's rows; which these are tokens say, of which a state has the last."""
 
     hashes: NgramHashes
     table: StoredTable
 
+    @abstractmethod
     def add(
-        self, hidden: Tensor, rows: Tensor, spans: Sequence[tuple[Span, Tensor]]
+        self, hidden: Tensor, features: Tensor, spans: Sequence[tuple[Span, Tensor]]
     ) -> tuple[Tensor, Tensor]:
-        """Look up table `rows` [T, H], and add what is made of them to the rows `hidden` [T, any].
+        """Add what is made of looked up `features` [T, any] to the rows `hidden` [T, any].
 
         Of each span there is what its state has of rows before it, [B, columns]. Returns the sums
         in the shape of `hidden`, and what a state is to have of these rows: [T, columns].
         """
 
+    def text(self, before: Tensor) -> Tensor:
+        """Return the token ids of the last positions: ends of a text before the first one.
 
-class NgramFeatures:
+        `before` are the last rows of a state, at least as many as n-grams are long less 1.
+        """
+        own = self.hashes.config
+        ids = from_digits(before[len(before) - own.longest + 1 :, -own.n_digits :])
+        return torch.where(ids == 0, own.end_id, ids - 1).cpu()
+
+    def digits(self, token_ids: Tensor, like: Tensor) -> Tensor:
+        """Write token ids [T] as states have them: [T, digits] in the dtype of `like`."""
+        return to_digits(token_ids + 1, like)
+
+    def look_up(self, texts: Sequence[Tensor]) -> Tensor:
+        """Look up the rows of `texts`, each behind the ids before it: [T, features].
+
+        Raises CheckpointError, LostShardError.
+        """
+        n_before = self.hashes.config.longest - 1
+        rows = torch.cat(self.table.bring([(text, n_before) for text in texts]))
+        return self.table.rows(rows.flatten()).view(len(rows), -1)
+
+
+class NgramFeatures(Features):
     """The table, and what gates its rows by the streams and convolves them."""
 
     def __init__(self, config: ModelConfig, weights: WeightSource, layer: int) -> None:
@@ -171,10 +195,10 @@ class NgramFeatures:
         self.taps = taps.squeeze(1).T.contiguous()  # [taps, N x E], float32: the oldest first
 
     def add(
-        self, hidden: Tensor, rows: Tensor, spans: Sequence[tuple[Span, Tensor]]
+        self, hidden: Tensor, features: Tensor, spans: Sequence[tuple[Span, Tensor]]
     ) -> tuple[Tensor, Tensor]:
         """Add gated rows and their convolution; see Features."""
-        gated = self.gated(hidden, rows).to(hidden.dtype)
+        gated = self.gated(hidden, features).to(hidden.dtype)
         new = self.norm_conv(gated).flatten(1)
         convolved = [
             self.convolve(
@@ -185,12 +209,11 @@ class NgramFeatures:
         ]
         return hidden + (gated.flatten(1) + torch.cat(convolved)), new
 
-    def gated(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """Look up table `rows` [T, H], and gate them by rows [T, N x E]: float32 [T, N, E]."""
-        features = self.table.rows(rows.flatten()).view(len(rows), -1)
+    def gated(self, hidden: Tensor, features: Tensor) -> Tensor:
+        """Gate what was looked up, [T, features], by rows [T, N x E]: float32 [T, N, E]."""
         keys, values = self.key_proj(features), self.value_proj(features).float()
         n_streams, width = self.norm_key.weight.shape
-        apart = (len(rows), n_streams, width)
+        apart = (len(hidden), n_streams, width)
         keys, queries = self.norm_key(keys.view(apart)), self.norm_query(hidden.view(apart))
         scores = _sum_of_columns(keys.float() * queries.float()) / width**0.5  # [T, N]
         return row_sigmoid(_signed_roots(scores))[..., None] * values[:, None]
@@ -206,7 +229,7 @@ class NgramFeatures:
         return activate(Activation.SILU, total.to(rows.dtype))
 
 
-class EngramFeatures:
+class EngramFeatures(Features):
     """The table, and what gates its rows by the streams, each by itself, in float32 (Engram)."""
 
     def __init__(self, config: ModelConfig, weights: WeightSource, layer: int) -> None:
@@ -221,16 +244,16 @@ class EngramFeatures:
         self.eps = config.norm_eps
 
     def add(
-        self, hidden: Tensor, rows: Tensor, spans: Sequence[tuple[Span, Tensor]]
+        self, hidden: Tensor, features: Tensor, spans: Sequence[tuple[Span, Tensor]]
     ) -> tuple[Tensor, Tensor]:
         """Add gated rows to the streams, the first columns of `hidden`; see Features."""
         n_streams, width = self.scale.shape
-        projected = self.kv_proj(self.table.rows(rows.flatten()).view(len(rows), -1)).float()
+        projected = self.kv_proj(features).float()
         keys, values = projected[:, :-width].view(-1, n_streams, width), projected[:, None, -width:]
         streams = hidden[:, : n_streams * width].float().view(-1, n_streams, width)
         scores = _sum_of_columns(streams * keys * self.scale)  # [T, N]
         for each in (streams, keys):
-            scores = scores / (_sum_of_columns(each * each) / width + self.eps).sqrt()
+            scores = scores / _roots(_sum_of_columns(each * each) / width + self.eps)
         gates = row_sigmoid(_signed_roots(scores))
         added = (streams + gates[..., None] * values).flatten(1).to(hidden.dtype)
         beside = hidden[:, n_streams * width :]
@@ -251,12 +274,10 @@ class NgramSublayer:
         befores = [state.at_end.features for state in states]  # [B, columns and digits]
         spans = list(zip(step.spans, befores, strict=True))
         texts = [
-            torch.cat((self._ids(before), ids[span.start : span.end])) for span, before in spans
+            torch.cat((own.text(before), ids[span.start : span.end])) for span, before in spans
         ]
-        n_before = own.hashes.config.longest - 1
-        rows = torch.cat(own.table.bring([(text, n_before) for text in texts]))
-        hidden, kept = own.add(hidden, rows, spans)
-        new = torch.cat((kept, to_digits(step.token_ids + 1, kept)), 1)
+        hidden, kept = own.add(hidden, own.look_up(texts), spans)
+        new = torch.cat((kept, own.digits(step.token_ids, kept)), 1)
         given = [torch.cat((before, new[span.start : span.end])) for span, before in spans]
         hidden = self.attention(hidden, index, rotary, step)
         for state, each in zip(states, given, strict=True):
@@ -264,12 +285,6 @@ class NgramSublayer:
             if state.kept:
                 state.replay_too(_replay_features(each))
         return hidden
-
-    def _ids(self, before: Tensor) -> Tensor:
-        """Return the token ids of the last positions: ends of a text before the first one."""
-        own = self.features.hashes.config
-        ids = from_digits(before[len(before) - own.longest + 1 :, -own.n_digits :])
-        return torch.where(ids == 0, own.end_id, ids - 1).cpu()
 
 
 def _replay_features(rows: Tensor) -> Replay:
@@ -283,7 +298,12 @@ def _replay_features(rows: Tensor) -> Replay:
 
 def _signed_roots(scores: Tensor) -> Tensor:
     """Return the roots of what scores [T, N] are without their signs, with them again."""
-    return (scores.abs().clamp_min(_LEAST_GATE).sqrt() * scores.sign()).contiguous()
+    return (_roots(scores.abs().clamp_min(_LEAST_GATE)) * scores.sign()).contiguous()
+
+
+def _roots(numbers: Tensor) -> Tensor:
+    """Return the roots of float32 numbers, by way of float64: torch's of float32 differ."""
+    return where_float64(numbers).double().sqrt().float().to(numbers.device)
 
 
 def _sum_of_columns(rows: Tensor) -> Tensor:

@@ -82,7 +82,16 @@ def _all(driver: Driver) -> list[Array]:
         states = some(5, heads * key * value + (taps - 1) * columns)
         made = [_put(driver, states), _put(driver, given[0][:, :values])]
         sizes = columns + values, 2 * heads, heads, taps, key_heads, heads, key, value, 0
-        others = is_mamba, 1 - is_mamba, is_mamba, 0, np.float32(1e-6), np.float32(1), np.float32(0)
+        others = (
+            is_mamba,
+            1 - is_mamba,
+            is_mamba,
+            0,
+            0,
+            np.float32(1e-6),
+            np.float32(1),
+            np.float32(0),
+        )
         buffers = [*(_put(driver, each) for each in given), runs, *made]
         launch(driver, kernels["recur"], (heads, n_rows), buffers, *sizes, *others)
         found += [_taken(driver, made[0], states), _taken(driver, made[1], given[0][:, :values])]

@@ -50,7 +50,7 @@ def texts(dialect: str, forms: list[PanelForm]) -> list[str]:
     macros = [form_macros(form, rows) for form in forms for rows in (0, *ROWS)]
     products = [whole_text(dialect, each, *PRODUCT_PARTS) for each in macros]
     attention = [attention_macros(*each) for each in ((1, 64, 64), (8, 256, 256), (4, 576, 512))]
-    attention += [attention_macros(64, 576, 512, 0)]
+    attention += [attention_macros(64, 576, 512, 0), attention_macros(8, 256, 256, 0, stride=326)]
     looks = [whole_text(dialect, each, *ATTENTION_PARTS) for each in attention]
     layers = [whole_text(dialect, {}, *parts) for parts in (LAYER_PARTS, STATE_PARTS)]
     layers += [whole_text(dialect, {"STREAMS": n}, *STREAM_PARTS) for n in (4, 14)]

@@ -286,6 +286,7 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": {"num_hidden_layers": 2, "full_attention_interval": 2},
     "qwen4_exp_text": {
         "num_hidden_layers": 4,
+        "hc_count": 4,
         "output_gate_type": "sigmoid",
         "ple_layer_ids": [1, 3],
         "ple_embed_dim": 32,
@@ -293,6 +294,7 @@ CASES: dict[str, dict[str, Any]] = {
         "heads_per_ngram": 2,
         "split_ngram_parts": 5,
         "make_ngram_vocab_size_divisible_by": 20,
+        "rope_parameters": AXES | {"partial_rotary_factor": 0.5},
     },
     "qwen4_exp_text-plain": {"num_hidden_layers": 2},
     "qwen4_exp": {"num_hidden_layers": 2},

@@ -1,7 +1,7 @@
 /* Attention in the order of docs/exactness.md: blocks of 128 positions, counted from the first, computed apart and
  * joined in their order. A group of threads has HEADS query heads of one KV head for TOGETHER rows, which read keys and
  * values together where they are of one slot; it joins its blocks itself, or, where a row's blocks are spread over several
- * groups, writes them down for `join_blocks`. Keys have SIZE columns, and values the first OF_VALUE of as many. With CHOSEN
+ * groups, writes them down for `join_blocks`. Keys have SIZE columns, and values the first OF_VALUE of STRIDE. With CHOSEN
  * a row attends to positions that were chosen, as if they stood one behind the other (choice.h). */
 
 #define KEYS 128
@@ -14,8 +14,9 @@
     (window > CHUNKS ? (position) & (CHUNKS - window) /* chunks of 2^n */ \
      : window && (position) >= window ? (position) - window + 1 : 0)
 
-/* Where the keys and values of the block's position i begin. */
-#define ROW_AT(i) (CHOSEN ? (uint64_t)row_of[i] * SIZE : slot + (uint64_t)(i) * SIZE)
+/* Where the key of the block's position i begins, and the value. */
+#define KEY_AT(i) (CHOSEN ? (uint64_t)row_of[i] * SIZE : slot + (uint64_t)(i) * SIZE)
+#define VALUE_AT(i) (CHOSEN ? (uint64_t)row_of[i] * STRIDE : value_slot + (uint64_t)(i) * STRIDE)
 
 /* Queries are numbered by rows, then heads; those of a key or of a column lie together, four by four. */
 #define QUERIES (TOGETHER * HEADS)
@@ -44,7 +45,7 @@
 #define BRING(begin_column)                                                                        \
     TIMES (k, OF_THREAD) {                                                                         \
         const uint32_t key_at = (k * THREADS + THREAD) / COLUMNS, c = (begin_column) + THREAD % COLUMNS; \
-        if (key_at < high && c < SIZE) MY(coming)[k] = keys[ROW_AT(key_at) + c];                    \
+        if (key_at < high && c < SIZE) MY(coming)[k] = keys[KEY_AT(key_at) + c];                        \
     }
 
 #if TOGETHER == 1 && !CHOSEN
@@ -55,7 +56,7 @@
 /* Adds up the values at `i` for the queries of a thread from `q` on that see it. */
 #define ADD_VALUES(sees)                                                                           \
     {                                                                                              \
-        const float value = values[ROW_AT(i) + c];                                               \
+        const float value = values[VALUE_AT(i) + c];                                            \
         TAKE(weight, PAIR, score + i * QUADS, q)                                                   \
         TIMES (p, PAIR) if (sees) sum[p] = FMA(weight[p], value, sum[p]);                          \
     }
@@ -108,7 +109,8 @@ KERNEL attend(GLOBAL const float *heads, GLOBAL const uint32_t *places, GLOBAL c
         for (uint32_t begin = (FIRST_KEY(position) / KEYS + GROUP_X % n_splits) * KEYS; begin < position + n;
              begin += n_splits * KEYS) {
             const uint32_t low = LOW(0), high = HIGH(last), page = pages[places[3 * row + 1] + begin / page_size];
-            const uint64_t slot = ((uint64_t)(page * n_kv_heads + kv_head) * page_size + begin % page_size) * SIZE;
+            const uint64_t place = (uint64_t)(page * n_kv_heads + kv_head) * page_size + begin % page_size;
+            const uint64_t slot = place * SIZE, value_slot = place * STRIDE;
             if (CHOSEN) {
                 PHASE {
                     if (THREAD < high) {

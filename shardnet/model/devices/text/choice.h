@@ -97,6 +97,74 @@ KERNEL pool_entries(GLOBAL const uint32_t *places, GLOBAL const uint32_t *pages,
     }
 }
 
+/* Head `first` + GROUP_Y of the index of row GROUP_X over blocks of `n_pooled` positions. Of queries, [n_heads, SIZE], each
+ * is normed by `norm`, and gets the weight 1. Behind them stands a key, which goes behind the values of its position,
+ * [n_kv_heads, stride], from column `begin` of each on, with the `digits` of where the row is on each axis. The one behind
+ * that is the block up to this row, if it is whole: the mean of its keys, normed by the second `norm`, and rotated by where
+ * it begins. Of each place `tables` has cosines and sines, and `axes` by which axis each column is rotated. */
+#define BESIDE(at, j) values[((uint64_t)(page * n_kv_heads + (j) / beside) * page_size + (at)) * stride + begin + (j) % beside]
+KERNEL index_blocks(GLOBAL const float *projected, GLOBAL const float *norm, GLOBAL const float *tables,
+                    GLOBAL const uint32_t *axes, GLOBAL const float *digits, GLOBAL const uint32_t *places,
+                    GLOBAL const uint32_t *pages, GLOBAL float *values, GLOBAL float *queries, GLOBAL float *weights,
+                    GLOBAL float *entries, uint32_t first, uint32_t n_heads, uint32_t n_rotated, uint32_t n_digits,
+                    uint32_t n_kv_heads, uint32_t begin, uint32_t stride, uint32_t page_size, uint32_t n_pooled,
+                    float eps WHERE) {
+    AWAIT
+    SHARED float line[SIZE], parts[PARTS], scale[1];
+    const uint32_t row = GROUP_X, head = first + GROUP_Y, half_size = n_rotated / 2, beside = stride - begin;
+    const uint32_t page = pages[places[3 * row + 1] + places[3 * row] / page_size], own = places[3 * row] % page_size;
+    const uint32_t is_block = head > n_heads, from = own + 1 - n_pooled;
+    GLOBAL const float *given = projected + ((uint64_t)row * (n_heads + 1) + head) * SIZE;
+    if (head == n_heads) {
+        PHASE {
+            for (uint32_t i = THREAD; i < n_kv_heads * beside; i += THREADS)
+                BESIDE(own, i) = i < SIZE ? given[i] : i < SIZE + n_digits ? digits[row * n_digits + i - SIZE] : 0.0f;
+        }
+        return;
+    }
+    if (is_block && (own + 1) % n_pooled) return;
+    PHASE {
+        for (uint32_t i = THREAD; i < SIZE; i += THREADS) {
+            float sum = is_block ? BESIDE(from, i) : given[i];
+            for (uint32_t at = from + 1; is_block && at <= own; at++) sum = ADD(sum, BESIDE(at, i));
+            line[i] = is_block ? DIV(sum, (float)n_pooled) : sum;
+        }
+    }
+    PHASE {
+        float sum = 0;
+        for (uint32_t i = THREAD; i < SIZE && THREAD < PARTS; i += PARTS) sum = FMA(line[i], line[i], sum);
+        if (THREAD < PARTS) parts[THREAD] = sum;
+    }
+    PHASE {
+        if (THREAD == 0) {
+            ADD_UP(parts)
+            scale[0] = DIV(1.0f, SQRT(ADD(DIV(parts[0], (float)SIZE), eps)));
+            if (!is_block) weights[row * n_heads + head] = 1.0f;
+        }
+    }
+    PHASE {
+        for (uint32_t i = THREAD; i < SIZE; i += THREADS) line[i] = MUL(MUL(line[i], scale[0]), norm[is_block * SIZE + i]);
+    }
+    PHASE {
+        GLOBAL float *to = is_block ? entries + ((uint64_t)page * page_size + own) / n_pooled * SIZE
+                                    : queries + ((uint64_t)row * n_heads + head) * SIZE;
+        for (uint32_t i = THREAD; i < SIZE; i += THREADS) {
+            float turned = line[i];
+            if (i < n_rotated) {
+                uint32_t place = 0;
+                TIMES (n, 3) {
+                    const uint32_t digit = 3 * axes[i] + n;
+                    place |= (uint32_t)(is_block ? BESIDE(from, SIZE + digit) : digits[row * n_digits + digit]) << 8 * n;
+                }
+                const uint64_t at = (uint64_t)place * 2 * n_rotated + i;
+                const float other = line[i < half_size ? i + half_size : i - half_size];
+                turned = FMA(other, tables[at + n_rotated], MUL(line[i], tables[at]));
+            }
+            to[i] = turned;
+        }
+    }
+}
+
 /* Scores the entries that row `first_row` + GROUP_Y sees, each of `n_pooled` positions and `page_size` a page, from
  * THREADS * GROUP_X on: the sum over heads of a weight times what is above 0 of a query times the entry's key. A thread has
  * an entry. Rows that see no more than `n_chosen` are left out. */

@@ -101,10 +101,11 @@ KERNEL add_and_norm(GLOBAL float *hidden, GLOBAL const float *inner, GLOBAL cons
 /* A group has head GROUP_Y of row GROUP_X, which has `n_heads` queries, behind each its gate if it `has_gates`, then
  * `n_kv_heads` keys and as many values. Queries and keys are normed with `has_norm`, and rotated, with `has_pairs` columns
  * that are neighbours; keys and values go to their slot: of a row, `places` has position, where the numbers of its slot's
- * pages begin and by how much its queries grow, and a page is `page_size` positions of all KV heads. */
+ * pages begin and by how much its queries grow, and a page is `page_size` positions of all KV heads. Values there are
+ * `stride` columns apart. */
 KERNEL rotate_heads(GLOBAL float *heads, GLOBAL const float *weight, GLOBAL const float *cosines, GLOBAL const float *sines,
               GLOBAL const uint32_t *places, GLOBAL const uint32_t *pages, GLOBAL float *keys, GLOBAL float *values,
-              uint32_t n_heads, uint32_t n_kv_heads, uint32_t size, uint32_t n_rotated, uint32_t page_size,
+              uint32_t n_heads, uint32_t n_kv_heads, uint32_t size, uint32_t stride, uint32_t n_rotated, uint32_t page_size,
               uint32_t has_norm, uint32_t has_pairs, uint32_t has_gates, float eps WHERE) {
     AWAIT
     SHARED float line[LINE], parts[PARTS], scale[1];
@@ -113,7 +114,7 @@ KERNEL rotate_heads(GLOBAL float *heads, GLOBAL const float *weight, GLOBAL cons
     const uint64_t own = ((uint64_t)row * (n_heads + n_gates + 2 * n_kv_heads) + head + n_before) * size;
     const uint32_t page = pages[places[3 * row + 1] + position / page_size];
     const uint32_t kv_head = head < n_heads ? 0 : (head - n_heads) % n_kv_heads;
-    const uint64_t slot = ((uint64_t)(page * n_kv_heads + kv_head) * page_size + position % page_size) * size;
+    const uint64_t slot = (uint64_t)(page * n_kv_heads + kv_head) * page_size + position % page_size;
     const int is_value = head >= n_heads + n_kv_heads;
     PHASE {
         if (THREAD < PARTS) parts[THREAD] = 0;
@@ -139,8 +140,57 @@ KERNEL rotate_heads(GLOBAL float *heads, GLOBAL const float *weight, GLOBAL cons
                 turned = FMA(other, sines[at], MUL(line[i], cosines[at]));
             }
             if (head < n_heads) heads[own + i] = turned;
-            else if (is_value) values[slot + i] = turned;
-            else keys[slot + i] = turned;
+            else if (is_value) values[slot * stride + i] = turned;
+            else keys[slot * size + i] = turned;
+        }
+    }
+}
+
+/* Gates what n-grams give by the streams of a row: stream GROUP_Y of row GROUP_X, [n_streams, width]. Its key and its state
+ * are normed, by the first two of three `norms`, [n_streams, width] each; the values times the sigmoid of the signed root of
+ * their product, divided by `root`, are `gated`. Normed by the third they go to `made`, where a row has the `digits` of its
+ * token id behind all streams. */
+KERNEL gate_ngrams(GLOBAL const float *streams, GLOBAL const float *keys, GLOBAL const float *values,
+                   GLOBAL const float *norms, GLOBAL const float *digits, GLOBAL float *gated, GLOBAL float *made,
+                   uint32_t width, uint32_t n_streams, uint32_t n_digits, float root, float eps WHERE) {
+    AWAIT
+    SHARED float line[LINE], parts[PARTS], scale[1];
+    const uint32_t row = GROUP_X, stream = GROUP_Y;
+    const uint64_t own = ((uint64_t)row * n_streams + stream) * width, to = own + (uint64_t)row * n_digits;
+    for (uint32_t pass = 0; pass < 3; pass++) {
+        GLOBAL const float *norm = norms + ((uint64_t)pass * n_streams + stream) * width;
+        PHASE {
+            if (THREAD < PARTS) parts[THREAD] = 0;
+            for (uint32_t i = THREAD; i < width; i += THREADS)
+                line[i] = pass == 0 ? keys[own + i] : pass == 1 ? streams[own + i] : gated[own + i];
+        }
+        PHASE { ADD_SQUARES(width) }
+        PHASE { NORM_SCALE(width, eps) }
+        PHASE {
+            for (uint32_t i = THREAD; i < width; i += THREADS) {
+                const float normed = MUL(MUL(line[i], scale[0]), norm[i]);
+                if (pass == 0) gated[own + i] = normed;
+                else if (pass == 1) line[i] = MUL(gated[own + i], normed);
+                else made[to + i] = normed;
+            }
+            if (pass == 2 && stream == 0 && THREAD < n_digits)
+                made[to + (uint64_t)n_streams * width + THREAD] = digits[row * n_digits + THREAD];
+        }
+        if (pass != 1) continue;
+        for (uint32_t n = width; n > 1; n = n / 2 + n % 2) {
+            PHASE {
+                for (uint32_t i = THREAD; i < n / 2; i += THREADS) line[i] = ADD(line[i], line[n / 2 + i]);
+                if (THREAD == 0 && n % 2) line[n / 2] = line[n - 1];
+            }
+        }
+        PHASE {
+            if (THREAD == 0) {
+                const float score = DIV(line[0], root), size = SQRT(more_of(score < 0 ? -score : score, 1e-6f));
+                scale[0] = sigmoid(MUL(size, score > 0 ? 1.0f : score < 0 ? -1.0f : 0.0f));
+            }
+        }
+        PHASE {
+            for (uint32_t i = THREAD; i < width; i += THREADS) gated[own + i] = MUL(scale[0], values[(uint64_t)row * width + i]);
         }
     }
 }

@@ -76,12 +76,12 @@ INLINE REAL softplus(REAL x) {
  * `projected` where queries, keys, values and gates begin, how far those of a key head and those of its value heads are
  * from the next one's, and the columns of `small` where writes and decays begin: they stand by `small_share` heads. Each
  * column of a key may decay by itself, `by_column`: logarithms of decays are then a rate times a softplus, or, with
- * `decay_floor` below 0, that times a sigmoid. */
+ * `decay_floor` below 0, that times a sigmoid. A cell has `n_beside` numbers more. */
 KERNEL recur(GLOBAL const float *projected, GLOBAL const float *small, GLOBAL const float *numbers,
              GLOBAL const uint32_t *places, GLOBAL const uint32_t *runs, GLOBAL float *states, GLOBAL float *out,
              uint32_t width, uint32_t small_width, uint32_t small_share, uint32_t n_taps, uint32_t n_key_heads,
              uint32_t n_heads, uint32_t key_size, uint32_t size, uint32_t takes_turns, uint32_t is_mamba,
-             uint32_t has_norm, uint32_t gates_alone, uint32_t by_column, float eps, float write_scale,
+             uint32_t has_norm, uint32_t gates_alone, uint32_t by_column, uint32_t n_beside, float eps, float write_scale,
              float decay_floor WHERE) {
     AWAIT
     SHARED float mixed[3 * MOST], parts[2 * PARTS], factor[2], decays[THREADS], writes[THREADS], kept[MOST];
@@ -89,7 +89,7 @@ KERNEL recur(GLOBAL const float *projected, GLOBAL const float *small, GLOBAL co
     const uint32_t key_head = takes_turns ? head % n_key_heads : head / n_shared, n_keys = n_key_heads * key_size;
     const uint32_t columns = 2 * n_keys + n_heads * size, n_read = 2 * key_size;
     const uint32_t of_value = head / n_shared * places[5] + head % n_shared * size;
-    const uint64_t n_matrix = (uint64_t)n_heads * key_size * size, cell = n_matrix + (uint64_t)before * columns;
+    const uint64_t n_matrix = (uint64_t)n_heads * key_size * size, cell = n_matrix + (uint64_t)before * columns + n_beside;
     const uint32_t end = FIRST_OF(first) == first ? END_OF(first) : first, source = CELL_BEFORE(first);
     GLOBAL const float *skip = numbers + n_heads + n_heads * (by_column ? key_size : 1), *weight = skip + n_heads;
     GLOBAL const float *taps = weight + size, *taps_bias = taps + n_taps * columns;
@@ -228,6 +228,33 @@ KERNEL convolve(GLOBAL const float *projected, GLOBAL const float *taps, GLOBAL 
             if (has_bias) total = ADD(total, bias[column]);
             out[(uint64_t)row * columns + column] = MUL(projected[((uint64_t)row * 3 + 1) * columns + column], total);
         }
+    }
+}
+
+/* Convolves what rows made of n-grams, `columns` of `stride` from `first` on, over positions that are `apart`, and adds that
+ * and what is `gated` to the streams of row GROUP_Y, [width], if it `adds`. What stands behind `n_matrix` numbers of a cell
+ * are the columns of the last `before` rows, those behind `width` too. A thread has a column. */
+#define MADE(back) INPUT(back, made[(uint64_t)(FIRST_OF(row) + (back) - before) * stride + first + column])
+KERNEL convolve_ngrams(GLOBAL const float *made, GLOBAL const float *gated, GLOBAL const float *taps,
+                       GLOBAL const uint32_t *runs, GLOBAL float *states, GLOBAL float *streams, uint32_t stride,
+                       uint32_t first, uint32_t columns, uint32_t width, uint32_t n_taps, uint32_t apart, uint32_t before,
+                       uint32_t n_matrix, uint32_t adds WHERE) {
+    AWAIT
+    PHASE {
+        const uint32_t column = GROUP_X * THREADS + THREAD, row = GROUP_Y, own = row - FIRST_OF(row);
+        const uint32_t source = CELL_BEFORE(row), target = CELL_AFTER(row);
+        const uint64_t cell = n_matrix + (uint64_t)before * columns, at = (uint64_t)row * width + column;
+        if (column < width && adds) {
+            float total = 0;
+            for (uint32_t tap = 0; tap < n_taps; tap++) {
+                const uint32_t back = own + before - (n_taps - 1 - tap) * apart;
+                const float part = MUL(MADE(back), taps[tap * width + column]);
+                total = tap ? ADD(total, part) : part;
+            }
+            streams[at] = ADD(streams[at], ADD(gated[at], activated(total, 0)));
+        }
+        for (uint32_t i = 0; column < columns && LEAVES_STATE(row) && i < before; i++)
+            states[target * cell + n_matrix + i * columns + column] = MADE(own + 1 + i);
     }
 }
 
