@@ -39,6 +39,7 @@ USUAL = [
     *("deepseek_v2-host", "mistral4-host", "youtu-host", "mistral3-ministral3-host"),
     *("hy_v4-host", "deepseek_v32-host", "glm_moe_dsa-host"),
     *("kimi_linear-ranks-host", "bailing_hybrid-host", "glm5_next_text-host"),
+    "deepseek_v4-host",
 ]
 ALL = [f"{case}-{kind}" for case in CASES for kind in (HOST, DEVICE)]
 

@@ -6,6 +6,7 @@ threads. Must not know the layer around it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -16,7 +17,6 @@ from shardnet.model.drivers.driver import Buffer, launch
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.modules import Attention, SelfAttention
 from shardnet.model.layers.native_attention import AttentionKind
-from shardnet.model.mixers.compressed_attention import CompressedAttention
 from shardnet.model.mixers.mixed_attention import GatedAttention
 
 ATTENTION_PARTS: Final = ("vectors", "attention")
@@ -47,10 +47,10 @@ def attention_macros(
 
     A group of threads computes as many of them as its memory of `n_bytes` holds, and of up to
     `most_rows` rows, a power of two: they read keys together. Of 0 rows it is one whose positions
-    are chosen.
+    are chosen, or which has entries: then `CHOSEN` is to be ENTRIES.
     """
     of_query = 4 * (size + n_columns + KEYS + 2 * _BESIDE_COLUMNS)
-    most = min(16, (n_bytes - 4 * KEYS * (_KEY_COLUMNS + (most_rows == 0))) // of_query)
+    most = min(16, (n_bytes - 4 * KEYS * (_KEY_COLUMNS + 2 * (most_rows == 0))) // of_query)
     most = most // 4 * 4 or most  # numbers of queries lie four by four
     n_heads = next(n for n in (8, 6, 4, 2, 1) if n <= most and n_queries % n == 0)
     n_rows = 1 << min(most_rows or 1, most // n_heads).bit_length() - 1
@@ -71,8 +71,6 @@ def why_no_attention(own: Attention) -> str:
         if own.gates_behind:
             return "gates behind values"
         return "" if own.qk_norm.per_head else "a norm over all heads"
-    if isinstance(own, CompressedAttention):
-        return "compressed entries"
     if not isinstance(own, SelfAttention) or own.is_joined:
         return "this attention"
     if own.norms_rotated or own.norms_values or own.is_value_key:
@@ -88,12 +86,35 @@ def why_no_attention(own: Attention) -> str:
     return ""
 
 
+ENTRIES: Final = 2
+"""Of the text: what CHOSEN is for rows that see a window and entries."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenEntries:
+    """What rows see in place of positions: a `window`, and entries of `rate` positions, 0 for none.
+
+    An entry's place has `stride` columns, and a state that begins with a window has `cell_size`.
+    """
+
+    window: int
+    rate: int
+    stride: int
+    cell_size: int
+
+    def n_blocks(self, n_positions: int, n_chosen: int) -> int:
+        """Return a power of two, at least the blocks of what a row sees of so many positions."""
+        n_entries = n_positions // self.rate if self.rate else 0
+        n_entries = min(n_entries, n_chosen or n_entries)
+        return blocks_within(self.window + n_entries - 1)
+
+
 class Attend:
     """Attention of one kind: queries over the pages of their slots.
 
     Keys have the first of `sizes` columns, values the first of as many, by the second. `row_stride`
     is from row to row of queries, which may grow with their position. Rows may have chosen up to
-    `n_chosen` positions.
+    `n_chosen` positions, or of `entries`, where these are what they see.
     """
 
     def __init__(
@@ -107,6 +128,7 @@ class Attend:
         has_gates: bool = False,
         grows: bool = False,
         n_chosen: int = 0,
+        entries: SeenEntries | None = None,
     ) -> None:
         """Compile it for query and KV heads. Raises CapacityError."""
         n_bytes = _OTHER_GROUP_BYTES.get(on.driver.dialect, _GROUP_BYTES)
@@ -115,11 +137,14 @@ class Attend:
             attention_macros(n_heads[0] // n_heads[1], size, n_columns, n_rows, n_bytes)
             for n_rows in ((1, _TOGETHER, 0) if n_chosen else (1, _TOGETHER))
         ]
+        if entries is not None:
+            only = attention_macros(n_heads[0], size, n_columns, 0, n_bytes) | {"CHOSEN": ENTRIES}
+            of_rows = [only] * 3
         self._few, self._many, *self._chosen = (
             (each["TOGETHER"], each["HEADS"], on.kernels.of(each, ATTENTION_PARTS, ATTENTION_NAMES))
             for each in of_rows
         )
-        self._n_chosen = n_chosen
+        self._n_chosen, self._entries = n_chosen, entries
         self._driver, self._scratch = on.driver, on.scratch
         self._n_heads = n_heads
         self._n_columns, self._row_stride = n_columns, row_stride
@@ -128,21 +153,30 @@ class Attend:
         self._factor = np.float32(factor / self._soft_cap) if kind.soft_cap else factor
         self._sinks = None if kind.sinks is None else on.put(kind.sinks.float().numpy())
         self._grows = int(grows)
-        self._of_kind = kind.reach, int(kind.sinks is not None), int(has_gates)
+        window = kind.reach if entries is None else entries.window
+        self._of_kind = window, int(kind.sinks is not None), int(has_gates)
 
     def __call__(self, heads: Buffer, pages: tuple[Buffer, Buffer], step: StepBuffers) -> Buffer:
-        """Attend with the queries in `heads`: [T, heads, columns of a value]."""
+        """Attend with the queries in `heads`: [T, heads, columns of a value].
+
+        With entries these are in the first of `pages`, the states of slots in the other, and the
+        rows' own keys behind their queries.
+        """
         of, columns, (n_heads, n_kv_heads) = self._scratch.of, self._n_columns, self._n_heads
         n_rows, n_blocks, (places, numbers) = step.n_rows, step.n_blocks, step.at
         attended = of("attended", 4 * n_rows * n_heads * columns)
         together, n_together, kernels = self._few
         if n_rows * (n_heads // n_together) > _ENOUGH_GROUPS:
             together, n_together, kernels = self._many
-        chosen = heads
-        if self._n_chosen and step.chooses:
+        chosen, seen = heads, self._entries
+        n_chosen = self._n_chosen if step.chooses else 0
+        if n_chosen:
             [(together, n_together, kernels)] = self._chosen
-            n_blocks = min(n_blocks, blocks_within(self._n_chosen - 1))
-            places, chosen = of("looked", 0), of("chosen", 0)
+            chosen = of("chosen", 0)
+        if seen is not None:
+            n_blocks = seen.n_blocks(n_blocks * KEYS, n_chosen)
+        elif n_chosen:
+            n_blocks, places = min(n_blocks, blocks_within(n_chosen - 1)), of("looked", 0)
         n_groups = n_heads // n_together
         n_bytes = 4 * n_rows * n_heads * n_blocks * (columns + _BESIDE_COLUMNS)
         n_tiles = -(-n_rows // together)
@@ -151,14 +185,15 @@ class Attend:
             n_splits = 1
         blocks = heads if n_splits == 1 else of("blocks", n_bytes)
         sinks = heads if self._sinks is None else self._sinks
+        of_entries = (0, 0, 0) if seen is None else (seen.rate, seen.stride, seen.cell_size)
         launch(
             self._driver,
             kernels["attend"],
             (n_groups * n_splits, n_tiles),
-            [heads, places, numbers, *pages, sinks, attended, blocks, chosen],
+            [heads, places, numbers, *pages, sinks, attended, blocks, chosen, step.runs],
             *(n_rows, n_heads, n_kv_heads, self._row_stride, PAGE, *self._of_kind),
-            *(n_splits, n_blocks),
-            *(self._grows, self._n_chosen, self._factor, self._soft_cap),
+            *(n_splits, n_blocks, self._grows, n_chosen, *of_entries),
+            *(self._factor, self._soft_cap),
         )
         if n_splits > 1:
             launch(
@@ -166,7 +201,7 @@ class Attend:
                 kernels["join_blocks"],
                 (n_heads, n_rows),
                 [heads, places, sinks, blocks, attended],
-                *(n_heads, self._row_stride, *self._of_kind, n_blocks),
+                *(n_heads, self._row_stride, *self._of_kind, n_blocks, n_chosen, of_entries[0]),
             )
         return attended
 
@@ -212,7 +247,7 @@ class DeviceAttention:
             "rotate_heads",
             (n_rows, n_heads + 2 * n_kv_heads),
             [heads, heads if self._norm is None else self._norm, cosines, sines, *step.at, *pages],
-            *(n_heads, n_kv_heads, size, n_rotated, PAGE),
+            *(n_heads, n_kv_heads, size, 0, n_rotated, PAGE),
             *(int(self._norm is not None), int(self._has_pairs), int(self._has_gates)),
             self._eps,
         )

@@ -102,12 +102,16 @@ def choose(
     config: Indexer,
     given: Sequence[Buffer],
     step: StepBuffers,
+    entries: tuple[int, int, int] | None = None,
 ) -> None:
     """Choose positions by the `given` queries [T, I, D], weights [T, I], places, pages and keys.
 
-    Keys are those of entries, if these have several positions each.
+    Keys are those of entries, if these have several positions each; `entries` says of how many
+    positions, how many columns lie from one to the next, and where keys begin, if it is their own
+    numbers that are chosen.
     """
-    n_rows, n_pooled, n_chosen = step.n_rows, config.n_pooled, config.n_chosen // config.n_pooled
+    n_pooled, stride, first_key = entries or (config.n_pooled, config.head_size, 0)
+    n_rows, n_chosen = step.n_rows, config.n_chosen // config.n_pooled
     n_columns = -(-step.n_blocks * KEYS // n_pooled)
     at_once = max(1, min(n_rows, _MOST_SCORE_BYTES // (4 * n_columns)))
     scores = on.scratch.of("scores of index", 4 * at_once * n_columns)
@@ -120,9 +124,10 @@ def choose(
             kernels["score_entries"],
             (-(-n_columns // THREADS), n),
             [*given, scores],
-            *(first, config.n_heads, PAGE // n_pooled, n_pooled, n_chosen, n_columns, factor),
+            *(first, config.n_heads, PAGE // n_pooled, n_pooled, n_chosen, n_columns),
+            *(stride, first_key, factor),
         )
-        sizes = first, n_pooled, n_chosen, n_columns
+        sizes = first, n_pooled, config.n_pooled, n_chosen, n_columns
         buffers = [scores, step.at[0], *both]
         launch(on.driver, kernels["choose_entries"], (n, 1), buffers, *sizes)
 

@@ -23,7 +23,7 @@ from shardnet.model.drivers.driver import THREADS, Array, Buffer
 from shardnet.model.layers.native_attention import MAX_HEAD
 from shardnet.model.mixers.latent_attention import LatentAttention
 
-_LINE: Final = 4096
+LINE: Final = 4096
 """Columns that a group of threads holds: LINE of text/rows.h."""
 
 
@@ -37,7 +37,7 @@ def why_no_latents(own: LatentAttention) -> str:
         return f"latents of {own.latent.width} columns"
     rank = 0 if own.queries.q_b_proj is None else own.queries.first.shape[0]
     widest = max(rank, own.latent.nope_size)
-    return f"queries of {widest} columns" if widest > _LINE else ""
+    return f"queries of {widest} columns" if widest > LINE else ""
 
 
 def visits_of_heads(n_rows: int, n_heads: int, put_in: Callable[[str, Array], Buffer]) -> Visits:
@@ -128,7 +128,7 @@ class DeviceLatents:
             "rotate_heads",
             (n_rows, 1),
             [first, norm, *step.tables[index][:2], *step.at, *pages],
-            *(1, 0, width, 0, PAGE, 1, 0, 0, eps),
+            *(1, 0, width, 0, 0, PAGE, 1, 0, 0, eps),
         )
         queries = of("all queries", 4 * n_rows * self._second.shape[0])
         self._second(first, n_rows, queries)

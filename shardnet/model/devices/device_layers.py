@@ -9,6 +9,7 @@ Axes in shape comments: T rows of the micro-batch, E hidden size.
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -23,6 +24,7 @@ from shardnet.model.config.panel_form import PanelForm
 from shardnet.model.devices.coverage import projection_of
 from shardnet.model.devices.device_attention import DeviceAttention, blocks_within
 from shardnet.model.devices.device_choice import StageChoices
+from shardnet.model.devices.device_entries import DeviceEntries
 from shardnet.model.devices.device_experts import DeviceExperts, bias_of, gating_of, linears_of
 from shardnet.model.devices.device_kv import DeviceKvCache
 from shardnet.model.devices.device_latents import DeviceLatents, visits_of_heads
@@ -61,13 +63,14 @@ from shardnet.model.layers.experts import SparseMlp
 from shardnet.model.layers.modules import Attention, BothMixers, SelfAttention
 from shardnet.model.layers.norms import BareNorm, Norm
 from shardnet.model.layers.rotary import Rotary
+from shardnet.model.mixers.compressed_attention import CompressedAttention
 from shardnet.model.mixers.gated_delta import GatedDeltaNet
 from shardnet.model.mixers.latent_attention import LatentAttention
 from shardnet.model.mixers.mixed_attention import GatedAttention, TemperedAttention, growth_at
 from shardnet.model.mixers.position_indexer import PositionIndexer
 from shardnet.model.mixers.short_conv import ShortConvolution
 
-LAYER_PARTS: Final = ("vectors", "rows", "experts")
+LAYER_PARTS: Final = ("vectors", "reals", "rows", "experts")
 """Of the text."""
 _NAMES: Final = (
     "add_and_norm",
@@ -279,7 +282,9 @@ class _Sublayer:
 
     def __call__(self, rows: Buffer, inner: Buffer, step: StepBuffers) -> None:
         """Run normalised rows [T, E] through it: `inner` [T, E]."""
-        if isinstance(self.own, _Dense | DeviceExperts):
+        if isinstance(self.own, DeviceExperts):
+            self.own(rows, step.n_rows, inner, step.tokens)
+        elif isinstance(self.own, _Dense):
             self.own(rows, step.n_rows, inner)
         else:
             self.own(rows, inner, self.index, step)
@@ -297,6 +302,10 @@ class _Recorded:
 def _either(buffer: Buffer | None, other: Buffer) -> Buffer:
     """Return a buffer where there is one, else what a kernel is given in its place."""
     return other if buffer is None else buffer
+
+
+def _tables(name: str, rotary: Rotary) -> dict[str, Array]:
+    return {f"cosines {name}": rotary.cos.numpy(), f"sines {name}": rotary.sin.numpy()}
 
 
 class DeviceLayers:
@@ -326,10 +335,15 @@ class DeviceLayers:
         if kv.has_states:
             self._kernels |= device.kernels.of({}, STATE_PARTS, STATE_NAMES)
         self._recorded: dict[Hashable, _Recorded] = {}
-        self._n_latent_heads = 0
+        self._n_heads_by_id = 0
+        self._by_token = False
         self._temperature: Temperature | None = None
         self._with_states: dict[int, StateLayer] = {}
         self._indexers: list[PositionIndexer] = []
+        self._entries: dict[int, int] = {}
+        """A layer for each number of positions that entries are made of, 0 for none."""
+        self._chosen_entries = 1, sys.maxsize
+        """Of how many positions entries are that are chosen, and how many of them."""
         self._on = MixerDevice(
             driver=device.driver,
             kernels=device.kernels,
@@ -369,6 +383,7 @@ class DeviceLayers:
             return self._mixer_of(sublayer.self_attn, index)
         device, own = self.device, sublayer.mlp
         if isinstance(own, SparseMlp):
+            self._by_token = self._by_token or own.by_token
             return DeviceExperts(
                 own,
                 lambda linears: device.product(*linears),
@@ -394,13 +409,19 @@ class DeviceLayers:
             return convolution
         if isinstance(own, LatentAttention):
             latents = DeviceLatents(own, on)
-            self._n_latent_heads, self._temperature = latents.n_heads, own.temperature
+            self._n_heads_by_id, self._temperature = latents.n_heads, own.temperature
             if own.indexer is not None:
                 self._indexers.append(own.indexer)
                 projections, n_pooled = own.indexer.projections, own.indexer.config.n_pooled
                 if projections is not None and projections.pool is not None:
                     self._kv.pooled[index] = n_pooled, projections.pool
             return latents
+        if isinstance(own, CompressedAttention):
+            self._with_states[index] = entries = DeviceEntries(own, on)
+            self._n_heads_by_id, self._entries[entries.rate] = entries.n_groups, index
+            if own.indexer is not None:
+                self._chosen_entries = entries.rate, own.config.indexer.n_chosen
+            return entries
         if isinstance(own, TemperedAttention):
             self._temperature = own.temperature
             return DeviceAttention(own.inner, on, own.inner.qkv_proj, grows=True)
@@ -418,12 +439,14 @@ class DeviceLayers:
 
         return mix
 
-    def _product(self, linear: Linear) -> DeviceProduct:
+    def _product(
+        self, linear: Linear, *, n_columns: int | None = None, begin: int = 0
+    ) -> DeviceProduct:
         factors: Array | None = None
         if isinstance(linear, ScaledLinear):
             factors, linear = linear.factors.numpy(), linear.plain
         assert isinstance(linear, PanelLinear), "why_not says so"
-        return self.device.product(linear, factors=factors)
+        return self.device.product(linear, factors=factors, n_columns=n_columns, begin=begin)
 
     def __call__(
         self, hidden: Tensor, rotaries: Sequence[Rotary], step: ForwardStep
@@ -452,14 +475,21 @@ class DeviceLayers:
         arrays: dict[str, Array] = {} if is_alone else {"hidden": hidden.numpy()}
         arrays |= {"best": np.zeros((n_rows, 2), np.uint32), "places": at, "runs": runs[:, :4]}
         arrays |= {"kept": runs[:, 4]} if keeps else {}
+        arrays |= {"tokens": step.token_ids.numpy().astype(np.uint32)} if self._by_token else {}
         for n, rotary in enumerate(rotaries):
-            arrays |= {f"cosines {n}": rotary.cos.numpy(), f"sines {n}": rotary.sin.numpy()}
+            arrays |= _tables(str(n), rotary)
+        for rate, layer in self._entries.items():
+            every, firsts = rotaries[self._ropes[layer]].every, step.positions
+            if rate and every is not None:
+                arrays |= _tables(f"of {rate}", every.at(firsts // rate * rate))
         brought = device.put_together(arrays | {"pages": pages})  # last, since their number grows
         rows = device.put_in("hidden", hidden.numpy()) if is_alone else brought["hidden"]
         heads = None
-        if self._n_latent_heads:
-            heads = visits_of_heads(n_rows, self._n_latent_heads, device.put_in)
+        if self._n_heads_by_id:
+            heads = visits_of_heads(n_rows, self._n_heads_by_id, device.put_in)
         chooses = self._choices.bring(step, at)
+        rate, n_chosen = self._chosen_entries
+        chooses = chooses or int(at[:, 0].max() + 1) // rate > n_chosen
 
         def launch_all() -> None:
             widths = [rotary.cos.shape[-1] for rotary in rotaries]
@@ -474,6 +504,12 @@ class DeviceLayers:
                 ],
                 heads=heads,
                 kept=brought["kept"] if keeps else None,
+                tokens=brought["tokens"] if self._by_token else None,
+                of_entries={
+                    rate: (brought[f"cosines of {rate}"], brought[f"sines of {rate}"])
+                    for rate in self._entries
+                    if rate
+                },
                 chooses=chooses,
             )
             best = None if head is None else brought["best"]

@@ -101,7 +101,7 @@ def _projections(own: GatedDeltaNet) -> list[Linear]:
     return [own.project.qkvz_proj, own.project.ba_proj]
 
 
-class _KeptRows:
+class KeptRows:
     """Columns of rows that are kept in a layer, to compute its state again: see StateDevice."""
 
     def __init__(self, on: MixerDevice, widths: Sequence[int]) -> None:
@@ -161,7 +161,7 @@ class DeviceRecurrence:
         else:
             self._projections = [make(linear) for linear in linears]
         self._widths = widths[0], widths[-1]
-        self._kept = _KeptRows(on, widths)
+        self._kept = KeptRows(on, widths)
         self.row_bytes = 4 * self._kept.width
         self._output = make(own.out_proj)
         self._numbers, self._has_norm = put(_numbers(own)), own.parameters.norm_weight is not None
@@ -266,7 +266,7 @@ class DeviceConvolution:
         self._scratch, self._launch, self._states_of = on.scratch, on.launch, on.states_of
         self._projection, self._output = on.make(own.in_proj), on.make(own.out_proj)
         self._n_taps, self._width = own.taps.shape
-        self._kept = _KeptRows(on, [self._projection.shape[0]])
+        self._kept = KeptRows(on, [self._projection.shape[0]])
         self.row_bytes = 4 * self._kept.width
         self._taps = put(own.taps.numpy())
         self._bias = None if own.bias is None else put(own.bias.numpy())

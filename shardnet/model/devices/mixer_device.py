@@ -5,8 +5,8 @@ Must not know any mixer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from shardnet.model.devices.products import DeviceProduct, Rows, Visits
@@ -16,6 +16,15 @@ from shardnet.model.kernels.panel_linear import PanelLinear
 
 BEFORE: Final = 8
 """What `add_and_norm` does for a norm alone."""
+
+
+class Make(Protocol):
+    """Uploads a linear, whose outputs may be scaled. Raises CapacityError."""
+
+    def __call__(
+        self, linear: Linear, *, n_columns: int | None = None, begin: int = 0
+    ) -> DeviceProduct:
+        """See Device.product."""
 
 
 class MakeProduct(Protocol):
@@ -40,7 +49,7 @@ class MixerDevice:
 
     driver: Driver
     kernels: Kernels
-    make: Callable[[Linear], DeviceProduct]
+    make: Make
     make_by_id: MakeProduct
     put: Callable[[Array], Buffer]
     scratch: Rows
@@ -59,8 +68,10 @@ class StepBuffers:
     its queries grow, float32. No row attends to more than `n_blocks` blocks of positions. `tables`
     has cosines and sines [T, R] by layer, and their R columns. `heads` says which head each of the
     T x H rows of heads is, None where nobody asks. `kept` says where the inputs of each row are
-    kept, None where those of none are. Where a row sees more than may be chosen it `chooses`: then
-    what it attends to is in the scratch `chosen` and `looked`, as text/choice.h has them.
+    kept, None where those of none are, and `tokens` has the rows' ids, where any layer asks.
+    `of_entries` has the tables of entries of so many positions that rows are the last of. Where a
+    row sees more than may be chosen it `chooses`: then what it attends to is in the scratch
+    `chosen` and `looked`, as text/choice.h has them.
     """
 
     n_rows: int
@@ -70,4 +81,6 @@ class StepBuffers:
     tables: Sequence[tuple[Buffer, Buffer, int]]
     heads: Visits | None
     kept: Buffer | None = None
+    tokens: Buffer | None = None
+    of_entries: Mapping[int, tuple[Buffer, Buffer]] = field(default_factory=dict)
     chooses: bool = False
