@@ -62,10 +62,10 @@ KERNEL make_entries(GLOBAL const float *waiting, GLOBAL const float *states, GLO
     }
 }
 
-/* Writes the state behind row GROUP_Y, if it leaves one: keys have `key_stride` columns and begin at `first_key`, what waits
+/* Writes the state behind row GROUP_Y, if it leaves one: keys lie in rows of `width` columns from `first_key` on, what waits
  * likewise. The threads of `n_groups` have one number after the other. */
 KERNEL slide_rows(GLOBAL const float *keys, GLOBAL const float *waiting, GLOBAL const uint32_t *runs, GLOBAL float *states,
-                  uint32_t key_stride, uint32_t first_key, uint32_t waiting_stride, uint32_t first_waiting, uint32_t size,
+                  uint32_t width, uint32_t first_key, uint32_t waiting_stride, uint32_t first_waiting, uint32_t size,
                   uint32_t window, uint32_t n_waiting, uint32_t n_pending, uint32_t cell_size, uint32_t n_groups WHERE) {
     AWAIT
     const uint32_t row = GROUP_Y, own = row - FIRST_OF(row), source = CELL_BEFORE(row), begin = window * size;
@@ -74,13 +74,13 @@ KERNEL slide_rows(GLOBAL const float *keys, GLOBAL const float *waiting, GLOBAL 
     PHASE {
         GLOBAL float *to = states + CELL_AFTER(row) * cell;
         for (uint32_t i = GROUP_X * THREADS + THREAD; i < cell_size; i += n_groups * THREADS) {
-            const uint32_t waits = i >= begin, width = waits ? n_waiting : size, place = waits ? i - begin : i;
+            const uint32_t waits = i >= begin, n_columns = waits ? n_waiting : size, place = waits ? i - begin : i;
             float number = 0;
             if (!waits || place < n_pending * n_waiting) {
-                const uint32_t back = (waits ? n_pending : window) - 1 - place / width, column = place % width;
-                if (back > own) number = source == NO_CELL ? 0.0f : states[source * cell + i + (uint64_t)(own + 1) * width];
+                const uint32_t back = (waits ? n_pending : window) - 1 - place / n_columns, column = place % n_columns;
+                if (back > own) number = source == NO_CELL ? 0.0f : states[source * cell + i + (uint64_t)(own + 1) * n_columns];
                 else if (waits) number = waiting[(uint64_t)(row - back) * waiting_stride + first_waiting + column];
-                else number = keys[(uint64_t)(row - back) * key_stride + first_key + column];
+                else number = keys[(uint64_t)(row - back) * width + first_key + column];
             }
             to[i] = number;
         }
