@@ -91,30 +91,30 @@ ENTRIES: Final = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SeenEntries:
-    """What rows see in place of positions: a `window`, and entries of `rate` positions, 0 for none.
+class Seen:
+    """What rows see in place of all positions before: up to `n_chosen` of them, 0 for all.
 
-    An entry's place has `stride` columns, and a state that begins with a window has `cell_size`.
+    With a `window` its rows instead, and entries of `rate` positions, 0 for none: those chosen. An
+    entry's place has `stride` columns, and a state that begins with a window has `cell_size`.
     """
 
-    window: int
-    rate: int
-    stride: int
-    cell_size: int
+    n_chosen: int = 0
+    window: int = 0
+    rate: int = 0
+    stride: int = 0
+    cell_size: int = 0
 
     def n_blocks(self, n_positions: int, n_chosen: int) -> int:
         """Return a power of two, at least the blocks of what a row sees of so many positions."""
-        n_entries = n_positions // self.rate if self.rate else 0
-        n_entries = min(n_entries, n_chosen or n_entries)
-        return blocks_within(self.window + n_entries - 1)
+        n = n_positions if not self.window else n_positions // self.rate if self.rate else 0
+        return blocks_within(self.window + min(n, n_chosen or n) - 1)
 
 
 class Attend:
     """Attention of one kind: queries over the pages of their slots.
 
     Keys have the first of `sizes` columns, values the first of as many, by the second. `row_stride`
-    is from row to row of queries, which may grow with their position. Rows may have chosen up to
-    `n_chosen` positions, or of `entries`, where these are what they see.
+    is from row to row of queries, which may grow with their position.
     """
 
     def __init__(
@@ -127,25 +127,23 @@ class Attend:
         *,
         has_gates: bool = False,
         grows: bool = False,
-        n_chosen: int = 0,
-        entries: SeenEntries | None = None,
+        seen: Seen = Seen(),
     ) -> None:
         """Compile it for query and KV heads. Raises CapacityError."""
         n_bytes = _OTHER_GROUP_BYTES.get(on.driver.dialect, _GROUP_BYTES)
         size, n_columns = sizes
         of_rows = [
             attention_macros(n_heads[0] // n_heads[1], size, n_columns, n_rows, n_bytes)
-            for n_rows in ((1, _TOGETHER, 0) if n_chosen else (1, _TOGETHER))
+            for n_rows in ((1, _TOGETHER, 0) if seen.n_chosen else (1, _TOGETHER))
         ]
-        if entries is not None:
+        if seen.window:
             only = attention_macros(n_heads[0], size, n_columns, 0, n_bytes) | {"CHOSEN": ENTRIES}
             of_rows = [only] * 3
         self._few, self._many, *self._chosen = (
             (each["TOGETHER"], each["HEADS"], on.kernels.of(each, ATTENTION_PARTS, ATTENTION_NAMES))
             for each in of_rows
         )
-        self._n_chosen, self._entries = n_chosen, entries
-        self._driver, self._scratch = on.driver, on.scratch
+        self._seen, self._driver, self._scratch = seen, on.driver, on.scratch
         self._n_heads = n_heads
         self._n_columns, self._row_stride = n_columns, row_stride
         factor = np.float32(size**-0.5 if kind.scale is None else kind.scale)
@@ -153,8 +151,7 @@ class Attend:
         self._factor = np.float32(factor / self._soft_cap) if kind.soft_cap else factor
         self._sinks = None if kind.sinks is None else on.put(kind.sinks.float().numpy())
         self._grows = int(grows)
-        window = kind.reach if entries is None else entries.window
-        self._of_kind = window, int(kind.sinks is not None), int(has_gates)
+        self._of_kind = seen.window or kind.reach, int(kind.sinks is not None), int(has_gates)
 
     def __call__(self, heads: Buffer, pages: tuple[Buffer, Buffer], step: StepBuffers) -> Buffer:
         """Attend with the queries in `heads`: [T, heads, columns of a value].
@@ -168,15 +165,13 @@ class Attend:
         together, n_together, kernels = self._few
         if n_rows * (n_heads // n_together) > _ENOUGH_GROUPS:
             together, n_together, kernels = self._many
-        chosen, seen = heads, self._entries
-        n_chosen = self._n_chosen if step.chooses else 0
-        if n_chosen:
+        chosen, seen = heads, self._seen
+        n_chosen = seen.n_chosen if step.chooses else 0
+        if n_chosen or seen.window:
             [(together, n_together, kernels)] = self._chosen
-            chosen = of("chosen", 0)
-        if seen is not None:
             n_blocks = seen.n_blocks(n_blocks * KEYS, n_chosen)
-        elif n_chosen:
-            n_blocks, places = min(n_blocks, blocks_within(n_chosen - 1)), of("looked", 0)
+        if n_chosen:
+            places, chosen = places if seen.window else of("looked", 0), of("chosen", 0)
         n_groups = n_heads // n_together
         n_bytes = 4 * n_rows * n_heads * n_blocks * (columns + _BESIDE_COLUMNS)
         n_tiles = -(-n_rows // together)
@@ -185,15 +180,14 @@ class Attend:
             n_splits = 1
         blocks = heads if n_splits == 1 else of("blocks", n_bytes)
         sinks = heads if self._sinks is None else self._sinks
-        of_entries = (0, 0, 0) if seen is None else (seen.rate, seen.stride, seen.cell_size)
         launch(
             self._driver,
             kernels["attend"],
             (n_groups * n_splits, n_tiles),
             [heads, places, numbers, *pages, sinks, attended, blocks, chosen, step.runs],
             *(n_rows, n_heads, n_kv_heads, self._row_stride, PAGE, *self._of_kind),
-            *(n_splits, n_blocks, self._grows, n_chosen, *of_entries),
-            *(self._factor, self._soft_cap),
+            *(n_splits, n_blocks, self._grows, n_chosen, seen.rate, seen.stride),
+            *(seen.cell_size, self._factor, self._soft_cap),
         )
         if n_splits > 1:
             launch(
@@ -201,7 +195,7 @@ class Attend:
                 kernels["join_blocks"],
                 (n_heads, n_rows),
                 [heads, places, sinks, blocks, attended],
-                *(n_heads, self._row_stride, *self._of_kind, n_blocks, n_chosen, of_entries[0]),
+                *(n_heads, self._row_stride, *self._of_kind, n_blocks, n_chosen, seen.rate),
             )
         return attended
 

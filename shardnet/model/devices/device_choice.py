@@ -141,14 +141,22 @@ def chosen_buffers(on: MixerDevice, config: Indexer, n_rows: int) -> tuple[Buffe
 class StageChoices:
     """What a stage's rows have chosen: what comes of a stage before, and what goes to the next.
 
-    With `hands_on` the next one takes it.
+    With `hands_on` the next one takes it. `of_entries` says of how many positions entries are that
+    each layer chooses for itself, and of how many of them, None where there are none.
     """
 
     def __init__(
-        self, indexers: Sequence[PositionIndexer], on: MixerDevice, *, hands_on: bool
+        self,
+        indexers: Sequence[PositionIndexer],
+        on: MixerDevice,
+        of_entries: tuple[int, int] | None,
+        *,
+        hands_on: bool,
     ) -> None:
-        self._on, self._hands_on = on, hands_on
-        self._config = indexers[0].config if indexers else None
+        self._on, self._hands_on, self._limits = on, hands_on, of_entries
+        self._config = config = indexers[0].config if indexers else None
+        if config is not None:
+            self._limits = config.n_pooled, config.n_chosen // config.n_pooled
         self._takes = bool(indexers) and indexers[0].projections is None
 
     def are_missing(self, step: ForwardStep) -> bool:
@@ -158,16 +166,16 @@ class StageChoices:
     def bring(self, step: ForwardStep, at: Array) -> bool:
         """Upload what came, by `at` of StepBuffers; say whether rows see more than they choose."""
         config, chosen = self._config, step.choices[-1] if self._takes else None
-        if config is None:
+        if self._limits is None:
             return False
-        if chosen is not None:
+        if config is not None and chosen is not None:
             looked = at.copy()
             looked[:, 0] = (chosen >= 0).sum(1).numpy() - 1
             both = chosen_buffers(self._on, config, len(at))
             for buffer, array in zip(both, (chosen.numpy(), looked), strict=True):
                 self._on.driver.upload(buffer, np.ascontiguousarray(array))
-        most, n_pooled = step.positions.max().item() + 1, config.n_pooled
-        return int(most) // n_pooled > config.n_chosen // n_pooled
+        n_pooled, n_chosen = self._limits
+        return (int(step.positions.max()) + 1) // n_pooled > n_chosen
 
     def hand_on(self, step: ForwardStep, n_rows: int, *, chooses: bool) -> None:
         """Write down what rows have chosen last, where the next stage takes it: see Choose."""

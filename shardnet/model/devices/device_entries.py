@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
 import torch
 
 from shardnet.model.config.model_config import RopeKind
-from shardnet.model.devices.device_attention import Attend, SeenEntries
+from shardnet.model.devices.device_attention import Attend, Seen
 from shardnet.model.devices.device_choice import CHOICE_NAMES, CHOICE_PARTS, choose
 from shardnet.model.devices.device_experts import shape_of
 from shardnet.model.devices.device_kv import PAGE
@@ -70,11 +71,8 @@ class DeviceEntries:
         """Upload it. Raises CapacityError."""
         self._on, config = on, own.config
         self._config, self._index = config, None if own.indexer is None else config.indexer
-        self.rate, size, n_queries = (
-            config.rates[own.layer],
-            config.head_size,
-            own.q_b_proj.shape[0],
-        )
+        self.rate, size = config.rates[own.layer], config.head_size
+        n_queries = own.q_b_proj.shape[0]
         self._n_heads, self.n_groups = n_queries // size, config.n_groups
         self._n_columns = n_queries + size  # of queries and a key
         self._first, self._output = on.make(own.q_a_proj), on.make(own.o_b_proj)
@@ -102,8 +100,7 @@ class DeviceEntries:
         window, n_state = config.window, config.state(own.layer).n_inputs
         self._cell = window * size, n_state
         stride = self.rate * config.row_size(own.layer)
-        entries = SeenEntries(window=window, rate=self.rate, stride=stride, cell_size=n_state)
-        n_chosen, heads = 0, (self._n_heads, 1)
+        seen = Seen(window=window, rate=self.rate, stride=stride, cell_size=n_state)
         if makers:
             parts = [part for maker in makers for part in (maker.bias, maker.norm.weight)]
             self._numbers = on.put(torch.cat([part.float().flatten() for part in parts]).numpy())
@@ -112,12 +109,13 @@ class DeviceEntries:
         if own.indexer is not None and self._index is not None:
             self._index_queries = on.make(own.indexer.q_b_proj)
             self._index_weights = on.make(own.indexer.weights_proj)
-            sizes, n_chosen = {"SIZE": self._index.head_size}, self._index.n_chosen
+            sizes, seen = (
+                {"SIZE": self._index.head_size},
+                replace(seen, n_chosen=self._index.n_chosen),
+            )
             self._choice = on.kernels.of(sizes, CHOICE_PARTS, CHOICE_NAMES)
-        self._entries = entries
-        self._attend = Attend(
-            on, own.kind, heads, (size, size), self._n_columns, n_chosen=n_chosen, entries=entries
-        )
+        self._stride, heads = seen.stride, (self._n_heads, 1)
+        self._attend = Attend(on, own.kind, heads, (size, size), self._n_columns, seen=seen)
 
     def __call__(self, rows: Buffer, inner: Buffer, index: int, step: StepBuffers) -> None:
         """Run normalised rows [T, E] through it in layer `index` within the stage: `inner`."""
@@ -186,7 +184,7 @@ class DeviceEntries:
             (step.n_rows, len(self._makers)),
             [*given, *step.at, entries],
             *(self.rate, int(self._n_pending > self.rate), *self._sizes, step.tables[index][2]),
-            *(self._entries.stride, PAGE, self._n_waiting, *self._cell, self._eps),
+            *(self._stride, PAGE, self._n_waiting, *self._cell, self._eps),
         )
 
     def _choose(
@@ -201,7 +199,7 @@ class DeviceEntries:
         self._index_weights(rows, n_rows, weights)
         self._turn(queries, config.n_heads, config.head_size, index, step)
         given = [queries, weights, *step.at, entries]
-        keys = self.rate, self._entries.stride, self._config.head_size
+        keys = self.rate, self._stride, self._config.head_size
         choose(on, self._choice, config, given, step, keys)
 
     def _slide(self, buffers: Sequence[Buffer], n_rows: int, strides: tuple[int, ...]) -> None:

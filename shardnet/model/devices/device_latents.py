@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from shardnet.model.devices.device_attention import Attend
+from shardnet.model.devices.device_attention import Attend, Seen
 from shardnet.model.devices.device_choice import DeviceIndexer, why_no_choice
 from shardnet.model.devices.device_kv import PAGE
 from shardnet.model.devices.mixer_device import MixerDevice, StepBuffers
@@ -83,7 +83,8 @@ class DeviceLatents:
             if own.indexer.projections is not None:
                 self._indexer = DeviceIndexer(own.indexer, on)
         heads, stride = (self.n_heads, 1), self.n_heads * width
-        self._attend = Attend(on, own.kind, heads, (width, rank), stride, n_chosen=n_chosen)
+        seen = Seen(n_chosen=n_chosen)
+        self._attend = Attend(on, own.kind, heads, (width, rank), stride, seen=seen)
 
     def __call__(self, rows: Buffer, inner: Buffer, index: int, step: StepBuffers) -> None:
         """Run normalised rows [T, E] through it in layer `index` within the stage: `inner`."""

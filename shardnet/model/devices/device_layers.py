@@ -9,7 +9,6 @@ Axes in shape comments: T rows of the micro-batch, E hidden size.
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -304,10 +303,6 @@ def _either(buffer: Buffer | None, other: Buffer) -> Buffer:
     return other if buffer is None else buffer
 
 
-def _tables(name: str, rotary: Rotary) -> dict[str, Array]:
-    return {f"cosines {name}": rotary.cos.numpy(), f"sines {name}": rotary.sin.numpy()}
-
-
 class DeviceLayers:
     """All layers of a stage on a device. Not thread-safe."""
 
@@ -341,9 +336,8 @@ class DeviceLayers:
         self._with_states: dict[int, StateLayer] = {}
         self._indexers: list[PositionIndexer] = []
         self._entries: dict[int, int] = {}
-        """A layer for each number of positions that entries are made of, 0 for none."""
-        self._chosen_entries = 1, sys.maxsize
-        """Of how many positions entries are that are chosen, and how many of them."""
+        """A layer for each number of positions that entries are made of."""
+        self._chosen_entries: tuple[int, int] | None = None
         self._on = MixerDevice(
             driver=device.driver,
             kernels=device.kernels,
@@ -358,7 +352,8 @@ class DeviceLayers:
             inputs_of=lambda index: kv.states_on.inputs.buffers[index],
         )
         self._sublayers = list(self._uploaded(layers))
-        self._choices = StageChoices(self._indexers, self._on, hands_on=hands_on)
+        of_entries = self._chosen_entries
+        self._choices = StageChoices(self._indexers, self._on, of_entries, hands_on=hands_on)
         kv.compute_on(device.driver, self._with_states)
 
     def _uploaded(self, layers: Sequence[Layer]) -> Iterator[_Sublayer]:
@@ -418,7 +413,8 @@ class DeviceLayers:
             return latents
         if isinstance(own, CompressedAttention):
             self._with_states[index] = entries = DeviceEntries(own, on)
-            self._n_heads_by_id, self._entries[entries.rate] = entries.n_groups, index
+            self._n_heads_by_id = entries.n_groups
+            self._entries |= {entries.rate: index} if entries.rate else {}
             if own.indexer is not None:
                 self._chosen_entries = entries.rate, own.config.indexer.n_chosen
             return entries
@@ -475,21 +471,13 @@ class DeviceLayers:
         arrays: dict[str, Array] = {} if is_alone else {"hidden": hidden.numpy()}
         arrays |= {"best": np.zeros((n_rows, 2), np.uint32), "places": at, "runs": runs[:, :4]}
         arrays |= {"kept": runs[:, 4]} if keeps else {}
-        arrays |= {"tokens": step.token_ids.numpy().astype(np.uint32)} if self._by_token else {}
-        for n, rotary in enumerate(rotaries):
-            arrays |= _tables(str(n), rotary)
-        for rate, layer in self._entries.items():
-            every, firsts = rotaries[self._ropes[layer]].every, step.positions
-            if rate and every is not None:
-                arrays |= _tables(f"of {rate}", every.at(firsts // rate * rate))
+        arrays |= self._tables(rotaries, step)
         brought = device.put_together(arrays | {"pages": pages})  # last, since their number grows
         rows = device.put_in("hidden", hidden.numpy()) if is_alone else brought["hidden"]
         heads = None
         if self._n_heads_by_id:
             heads = visits_of_heads(n_rows, self._n_heads_by_id, device.put_in)
         chooses = self._choices.bring(step, at)
-        rate, n_chosen = self._chosen_entries
-        chooses = chooses or int(at[:, 0].max() + 1) // rate > n_chosen
 
         def launch_all() -> None:
             widths = [rotary.cos.shape[-1] for rotary in rotaries]
@@ -508,7 +496,6 @@ class DeviceLayers:
                 of_entries={
                     rate: (brought[f"cosines of {rate}"], brought[f"sines of {rate}"])
                     for rate in self._entries
-                    if rate
                 },
                 chooses=chooses,
             )
@@ -520,6 +507,19 @@ class DeviceLayers:
         out = self._take(brought.buffer if not is_alone else rows, shape, brought, head)
         self._choices.hand_on(step, n_rows, chooses=chooses)
         return out
+
+    def _tables(self, rotaries: Sequence[Rotary], step: ForwardStep) -> dict[str, Array]:
+        """Return rotary tables, those of entries that rows are the last of, and tokens."""
+        found = {str(n): rotary for n, rotary in enumerate(rotaries)}
+        for rate, layer in self._entries.items():
+            every = rotaries[self._ropes[layer]].every
+            assert every is not None, "rows have one position each"
+            found[f"of {rate}"] = every.at(step.positions // rate * rate)
+        arrays: dict[str, Array] = {}
+        for name, rotary in found.items():
+            arrays |= {f"cosines {name}": rotary.cos.numpy(), f"sines {name}": rotary.sin.numpy()}
+        tokens = step.token_ids.numpy().astype(np.uint32)
+        return arrays | ({"tokens": tokens} if self._by_token else {})
 
     def _take(
         self, rows: Buffer, shape: Sequence[int], brought: Together, head: DeviceProduct | None
