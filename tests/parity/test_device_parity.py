@@ -41,6 +41,7 @@ USUAL = [
     *("kimi_linear-ranks-host", "bailing_hybrid-host", "glm5_next_text-host"),
     "deepseek_v4-host",
 ]
+SLIDING = "sliding_attention"
 CHOSEN, HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
 ALL = [f"{case}-{kind}" for case in CASES for kind in (HOST, DEVICE)]
 
@@ -100,9 +101,7 @@ def _count(first: StageModel, driver: Driver) -> None:
 
 
 @pytest.mark.parametrize("each", [1, 2], ids=["all stages", "every other stage"])
-@pytest.mark.parametrize(
-    "name", ["hy_v4", "glm_moe_dsa", "glm5_next_text", "qwen4_exp_text-plain", "deepseek_v4"]
-)
+@pytest.mark.parametrize("name", ["hy_v4", "glm_moe_dsa", "glm5_next_text", "qwen4_exp_text-plain"])
 def test_streams_and_choices_have_the_same_bits_at_every_split(
     name: str, each: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,26 +231,27 @@ def test_states_go_to_and_fro(name: str, tmp_path: Path, monkeypatch: pytest.Mon
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["(THREADS - 1 - (i))", DEVICE])
+GAPS = {"sliding_window": 150, "index_head_dim": 14, "index_topk": 40}
+"""Entries do not fill the columns of their positions, and windows are more than a block."""
+SMALL = {"sliding_window": 3, "head_dim": 24, "compress_rates": {CHOSEN: 2, HEAVY: 64}}
+
+
 @pytest.mark.parametrize(
-    "sizes",
-    [
-        {"sliding_window": 150, "index_head_dim": 14, "index_topk": 40},  # entries with a gap
-        {"sliding_window": 3, "head_dim": 24, "compress_rates": {CHOSEN: 2, HEAVY: 64}},
-    ],
+    ("sizes", "kind"), [(GAPS, HOST), (GAPS, DEVICE), (SMALL, "(THREADS - 1 - (i))")]
 )
 def test_entries_have_the_librarys_bits(
     sizes: dict[str, Any], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In any order of threads and by OpenCL, with rows of windows in this step and before it."""
-    kinds = {"layer_types": [CHOSEN, HEAVY], "mlp_layer_types": ["moe", "hash_moe"]}
-    own = {"num_hidden_layers": 2, "compress_rates": {CHOSEN: 4, HEAVY: 128}} | kinds | sizes
+    kinds = {"layer_types": [SLIDING, CHOSEN, HEAVY], "mlp_layer_types": ["moe", "hash_moe", "moe"]}
+    rates = {"num_hidden_layers": 3, "compress_rates": {CHOSEN: 4, HEAVY: 128}}
+    own: dict[str, Any] = {**rates, **kinds, **sizes}
     folder = make_decoder(tmp_path, "deepseek_v4", **own)
     choice = probe(torch.device("cpu"), DType.FLOAT32, None, arith=Arith.PORTABLE)
-    expected = _states(StageChain.load(folder, even_split(2, 1), choice), lambda _: None)
+    expected = _states(StageChain.load(folder, even_split(3, 1), choice), lambda _: None)
     on = functools.partial(load_stage, on=device_of(kind))
     monkeypatch.setattr(stage_chain, "load_stage", on)
-    chain = StageChain.load(folder, even_split(2, 1), choice)
+    chain = StageChain.load(folder, even_split(3, 1), choice)
     assert chain.stages[0].choice.by_text or not HAS_VECTORS
     found = _states(chain, lambda _: None)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

@@ -93,7 +93,7 @@ class DeviceKvCache(KvCache):
 
         Returns for each row its position, where its slot's pages begin and the bits of 1.0, uint32
         [T, 3], these pages' numbers, and where states of each row are, and its inputs are to be
-        kept: `runs` and `places` of text/states.h, uint32 [T, 5].
+        kept: `runs` and `places` of text/vectors.h, uint32 [T, 5].
         Raises CapacityError if the device has no memory left.
         """
         places: list[tuple[int, int, int]] = []

@@ -518,8 +518,9 @@ class DeviceLayers:
         arrays: dict[str, Array] = {}
         for name, rotary in found.items():
             arrays |= {f"cosines {name}": rotary.cos.numpy(), f"sines {name}": rotary.sin.numpy()}
-        tokens = step.token_ids.numpy().astype(np.uint32)
-        return arrays | ({"tokens": tokens} if self._by_token else {})
+        if self._by_token:
+            arrays["tokens"] = step.token_ids.numpy().astype(np.uint32)
+        return arrays
 
     def _take(
         self, rows: Buffer, shape: Sequence[int], brought: Together, head: DeviceProduct | None

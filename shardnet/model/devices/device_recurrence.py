@@ -123,7 +123,7 @@ class KeptRows:
     def bring(
         self, index: int, cells: Sequence[Cell], n_rows: int, states: tuple[int, int]
     ) -> tuple[Buffer, Buffer]:
-        """Put rows one behind the other, and return them and `runs` of them: see text/states.h.
+        """Put rows one behind the other, and return them and `runs` of them: see text/vectors.h.
 
         They are those of one slot: `states` are the cells with the state before and after them.
         """

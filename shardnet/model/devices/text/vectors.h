@@ -1,4 +1,5 @@
-/* Functions of single numbers, step by step as csrc/vectors_body.h has them, and sums over a row in 16 parts. */
+/* Functions of single numbers, step by step as csrc/vectors_body.h has them, sums over a row in 16 parts, and what a step
+ * says of its rows. */
 #define PARTS 16
 /* parts[0] becomes their sum. */
 #define ADD_UP(parts)                              \
