@@ -109,11 +109,8 @@ class DeviceEntries:
         if own.indexer is not None and self._index is not None:
             self._index_queries = on.make(own.indexer.q_b_proj)
             self._index_weights = on.make(own.indexer.weights_proj)
-            sizes, seen = (
-                {"SIZE": self._index.head_size},
-                replace(seen, n_chosen=self._index.n_chosen),
-            )
-            self._choice = on.kernels.of(sizes, CHOICE_PARTS, CHOICE_NAMES)
+            seen, size_of = replace(seen, n_chosen=self._index.n_chosen), self._index.head_size
+            self._choice = on.kernels.of({"SIZE": size_of}, CHOICE_PARTS, CHOICE_NAMES)
         self._stride, heads = seen.stride, (self._n_heads, 1)
         self._attend = Attend(on, own.kind, heads, (size, size), self._n_columns, seen=seen)
 
