@@ -159,14 +159,14 @@ class CompressedAttention:
         return self.o_b_proj(torch.cat(parts, -1))
 
     @property
-    def _makers(self) -> list[Compressor]:
+    def makers(self) -> list[Compressor]:
         """What makes entries, in the order of their columns."""
         found = self.compressor, self.indexer.compressor if self.indexer else None
         return [maker for maker in found if maker is not None]
 
     def _waiting(self, hidden: Tensor) -> Tensor:
         """Return what entries are made of: [T, columns], none where there are no entries."""
-        rows = [maker.project(hidden) for maker in self._makers]
+        rows = [maker.project(hidden) for maker in self.makers]
         return torch.cat(rows, -1) if rows else hidden.new_empty(len(hidden), 0)
 
     def _store(
@@ -214,11 +214,11 @@ class CompressedAttention:
         first, last = span.position // rate, end // rate
         if last > first:
             known = pending[: len(pending) - end % rate]
-            widths = [2 * maker.bias.shape[1] for maker in self._makers]
+            widths = [2 * maker.bias.shape[1] for maker in self.makers]
             parts = known.split(widths, -1)  # type: ignore[no-untyped-call]
             made = [
                 maker.entries(rows, first, last - first)
-                for maker, rows in zip(self._makers, parts, strict=True)
+                for maker, rows in zip(self.makers, parts, strict=True)
             ]
             new = torch.cat(made, -1)
             spread = new.new_zeros(last - first, rate * self.config.row_size(self.layer))
