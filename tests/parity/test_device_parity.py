@@ -40,8 +40,10 @@ USUAL = [
     *("deepseek_v2-host", "mistral4-host", "youtu-host", "mistral3-ministral3-host"),
     *("hy_v4-host", "deepseek_v32-host", "glm_moe_dsa-host"),
     *("kimi_linear-ranks-host", "bailing_hybrid-host", "glm5_next_text-host"),
-    "qwen4_exp_text-host",
+    *("qwen4_exp_text-host", "deepseek_v4-host"),
 ]
+SLIDING = "sliding_attention"
+CHOSEN, HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
 ALL = [f"{case}-{kind}" for case in CASES for kind in (HOST, DEVICE)]
 
 
@@ -93,7 +95,7 @@ def _count(first: StageModel, driver: Driver) -> None:
         first.forward(stage_chain.batch_of([rows]), None)
     most = 22 if first.routing else 12
     most += 6 if first.config.family == "falcon_h1" else 0  # two mixers in a layer
-    most += 8 if first.config.latent else 0
+    most += 8 if first.config.latent or first.config.compressed else 0
     most += 4 if first.config.indexer else 0
     most += 10 if first.config.streams else 0
     most += 3 if first.config.ngrams else 0  # in half of the layers
@@ -239,7 +241,10 @@ def _script(chain: StageChain, before: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(
     "name",
-    ["qwen3_5_text", "lfm2", "kimi_linear-ranks", "glm5_next_text", "qwen4_exp_text"],
+    [
+        *("qwen3_5_text", "lfm2", "kimi_linear-ranks", "glm5_next_text", "qwen4_exp_text"),
+        "deepseek_v4",
+    ],
 )
 def test_states_go_to_and_fro(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host computes any step; states are copied, kept, and moved."""
@@ -256,6 +261,32 @@ def test_states_go_to_and_fro(name: str, tmp_path: Path, monkeypatch: pytest.Mon
         assert family._on_device is not None or not HAS_VECTORS
         found = _states(chain, functools.partial(_leave_to_host, family, family._on_device, turns))
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+GAPS = {"sliding_window": 150, "index_head_dim": 14, "index_topk": 40}
+"""Entries do not fill the columns of their positions, and windows are more than a block."""
+SMALL = {"sliding_window": 3, "head_dim": 24, "compress_rates": {CHOSEN: 2, HEAVY: 64}}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kind"), [(GAPS, HOST), (GAPS, DEVICE), (SMALL, "(THREADS - 1 - (i))")]
+)
+def test_entries_have_the_librarys_bits(
+    sizes: dict[str, Any], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In any order of threads and by OpenCL, with rows of windows in this step and before it."""
+    kinds = {"layer_types": [SLIDING, CHOSEN, HEAVY], "mlp_layer_types": ["moe", "hash_moe", "moe"]}
+    rates = {"num_hidden_layers": 3, "compress_rates": {CHOSEN: 4, HEAVY: 128}}
+    own: dict[str, Any] = {**rates, **kinds, **sizes}
+    folder = make_decoder(tmp_path, "deepseek_v4", **own)
+    choice = probe(torch.device("cpu"), DType.FLOAT32, None, arith=Arith.PORTABLE)
+    expected = _states(StageChain.load(folder, even_split(3, 1), choice), lambda _: None)
+    on = functools.partial(load_stage, on=device_of(kind))
+    monkeypatch.setattr(stage_chain, "load_stage", on)
+    chain = StageChain.load(folder, even_split(3, 1), choice)
+    assert chain.stages[0].choice.by_text or not HAS_VECTORS
+    found = _states(chain, lambda _: None)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def _leave_to_host(family: Any, layers: Any, turns: int, step: int) -> None:
@@ -328,7 +359,7 @@ def test_latents_wider_than_a_group_of_threads_holds_are_left_to_the_host(
 @pytest.mark.parametrize(
     ("name", "sizes", "whys"),
     [
-        ("deepseek_v4", {}, ["compressed entries"]),
+        ("deepseek_v4", {"q_lora_rank": 4097}, ["queries of 4097 columns"]),
         ("glm5_next_text-shared", {}, ["entries of 3 positions"]),
         ("qwen4_exp_text-plain", {}, ["3 gated streams"]),
     ],

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from shardnet.model.devices.device_attention import why_no_attention
 from shardnet.model.devices.device_choice import linears_of_index, why_no_choice
+from shardnet.model.devices.device_entries import why_no_entries
 from shardnet.model.devices.device_experts import gating_of, linears_of, why_no_experts
 from shardnet.model.devices.device_kv import DeviceKvCache
 from shardnet.model.devices.device_latents import why_no_latents
@@ -31,6 +32,7 @@ from shardnet.model.layers.experts import ClampedMlp
 from shardnet.model.layers.modules import Attention, BothMixers, GatedMlp, PlainMlp, SelfAttention
 from shardnet.model.layers.native_attention import MAX_HEAD
 from shardnet.model.layers.norms import Norm
+from shardnet.model.mixers.compressed_attention import CompressedAttention, SharingSublayer
 from shardnet.model.mixers.gated_delta import GatedDeltaNet
 from shardnet.model.mixers.latent_attention import LatentAttention
 from shardnet.model.mixers.mixed_attention import GatedAttention, TemperedAttention
@@ -61,6 +63,8 @@ def _why_no_sublayer(sublayer: Sublayer) -> str:
             why = why_no_experts(sublayer.mlp, _is_multiplied)
         case MlpSublayer():
             why = _why_no_mlp(sublayer.mlp)
+        case SharingSublayer() | NgramSublayer(attention=SharingSublayer()):
+            return "entries that layers share"
         case NgramSublayer(attention=AttentionSublayer(self_attn=GatedDeltaNet())):
             why = why_no_ngrams(sublayer.features, _is_multiplied)
             return why or _why_no_sublayer(sublayer.attention)
@@ -82,6 +86,8 @@ def _why_no_mixer(own: Attention) -> str:
         return _why_no_mixer(own.inner)
     if isinstance(own, GatedDeltaNet):
         return why_no_recurrence(own, _is_computed)
+    if isinstance(own, CompressedAttention):
+        return why_no_entries(own, _is_computed)
     if isinstance(own, ShortConvolution):
         linears = [own.in_proj, own.out_proj]
     elif isinstance(own, LatentAttention):

@@ -7,6 +7,7 @@ threads. Must not know the layer around it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -17,7 +18,6 @@ from shardnet.model.drivers.driver import Buffer, launch
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.modules import Attention, SelfAttention
 from shardnet.model.layers.native_attention import AttentionKind
-from shardnet.model.mixers.compressed_attention import CompressedAttention
 from shardnet.model.mixers.mixed_attention import GatedAttention
 
 ATTENTION_PARTS: Final = ("vectors", "attention")
@@ -55,10 +55,10 @@ def attention_macros(
 
     A group of threads computes as many of them as its memory of `n_bytes` holds, and of up to
     `most_rows` rows, a power of two: they read keys together. Of 0 rows it is one whose positions
-    are chosen.
+    are chosen, or which has entries: then `CHOSEN` is to be ENTRIES.
     """
     of_query = 4 * (size + n_columns + KEYS + 2 * _BESIDE_COLUMNS)
-    most = min(16, (n_bytes - 4 * KEYS * (_KEY_COLUMNS + (most_rows == 0))) // of_query)
+    most = min(16, (n_bytes - 4 * KEYS * (_KEY_COLUMNS + 2 * (most_rows == 0))) // of_query)
     most = most // 4 * 4 or most  # numbers of queries lie four by four
     n_heads = next(n for n in (8, 6, 4, 2, 1) if n <= most and n_queries % n == 0)
     n_rows = 1 << min(most_rows or 1, most // n_heads).bit_length() - 1
@@ -77,8 +77,6 @@ def why_no_attention(own: Attention) -> str:
         if own.gates_behind:
             return "gates behind values"
         return "" if own.qk_norm.per_head else "a norm over all heads"
-    if isinstance(own, CompressedAttention):
-        return "compressed entries"
     if not isinstance(own, SelfAttention) or own.is_joined:
         return "this attention"
     if own.norms_rotated or own.norms_values or own.is_value_key:
@@ -94,12 +92,36 @@ def why_no_attention(own: Attention) -> str:
     return ""
 
 
+ENTRIES: Final = 2
+"""Of the text: what CHOSEN is for rows that see a window and entries."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What rows see in place of all positions before: up to `n_chosen` of them, 0 for all.
+
+    With a `window` its rows instead, and entries of `rate` positions, 0 for none: those chosen. An
+    entry's place has `stride` columns, and a state that begins with a window has `cell_size`.
+    """
+
+    n_chosen: int = 0
+    window: int = 0
+    rate: int = 0
+    stride: int = 0
+    cell_size: int = 0
+
+    def n_blocks(self, n_positions: int, n_chosen: int) -> int:
+        """Return a power of two, at least the blocks of what a row sees of so many positions."""
+        n = n_positions if not self.window else n_positions // self.rate if self.rate else 0
+        return blocks_within(self.window + min(n, n_chosen or n) - 1)
+
+
 class Attend:
     """Attention of one kind: queries over the pages of their slots.
 
     Of `sizes` the first are the columns of keys, the second those of values, which are the first of
     so many as the third says. `row_stride` is from row to row of queries, which may grow with their
-    position. Rows may have chosen up to `n_chosen` positions.
+    position.
     """
 
     def __init__(
@@ -112,21 +134,23 @@ class Attend:
         *,
         has_gates: bool = False,
         grows: bool = False,
-        n_chosen: int = 0,
+        seen: Seen = Seen(),
     ) -> None:
         """Compile it for query and KV heads. Raises CapacityError."""
         n_bytes = _OTHER_GROUP_BYTES.get(on.driver.dialect, _GROUP_BYTES)
         size, n_columns, stride = sizes
         of_rows = [
             attention_macros(n_heads[0] // n_heads[1], size, n_columns, n_rows, n_bytes, stride)
-            for n_rows in ((1, _TOGETHER, 0) if n_chosen else (1, _TOGETHER))
+            for n_rows in ((1, _TOGETHER, 0) if seen.n_chosen else (1, _TOGETHER))
         ]
+        if seen.window:
+            only = attention_macros(n_heads[0], size, n_columns, 0, n_bytes) | {"CHOSEN": ENTRIES}
+            of_rows = [only] * 3
         self._few, self._many, *self._chosen = (
             (each["TOGETHER"], each["HEADS"], on.kernels.of(each, ATTENTION_PARTS, ATTENTION_NAMES))
             for each in of_rows
         )
-        self._n_chosen = n_chosen
-        self._driver, self._scratch = on.driver, on.scratch
+        self._seen, self._driver, self._scratch = seen, on.driver, on.scratch
         self._n_heads = n_heads
         self._n_columns, self._row_stride = n_columns, row_stride
         factor = np.float32(size**-0.5 if kind.scale is None else kind.scale)
@@ -134,21 +158,27 @@ class Attend:
         self._factor = np.float32(factor / self._soft_cap) if kind.soft_cap else factor
         self._sinks = None if kind.sinks is None else on.put(kind.sinks.float().numpy())
         self._grows = int(grows)
-        self._of_kind = kind.reach, int(kind.sinks is not None), int(has_gates)
+        self._of_kind = seen.window or kind.reach, int(kind.sinks is not None), int(has_gates)
 
     def __call__(self, heads: Buffer, pages: tuple[Buffer, Buffer], step: StepBuffers) -> Buffer:
-        """Attend with the queries in `heads`: [T, heads, columns of a value]."""
+        """Attend with the queries in `heads`: [T, heads, columns of a value].
+
+        With entries these are in the first of `pages`, the states of slots in the other, and the
+        rows' own keys behind their queries.
+        """
         of, columns, (n_heads, n_kv_heads) = self._scratch.of, self._n_columns, self._n_heads
         n_rows, n_blocks, (places, numbers) = step.n_rows, step.n_blocks, step.at
         attended = of("attended", 4 * n_rows * n_heads * columns)
         together, n_together, kernels = self._few
         if n_rows * (n_heads // n_together) > _ENOUGH_GROUPS:
             together, n_together, kernels = self._many
-        chosen = heads
-        if self._n_chosen and step.chooses:
+        chosen, seen = heads, self._seen
+        n_chosen = seen.n_chosen if step.chooses else 0
+        if n_chosen or seen.window:
             [(together, n_together, kernels)] = self._chosen
-            n_blocks = min(n_blocks, blocks_within(self._n_chosen - 1))
-            places, chosen = of("looked", 0), of("chosen", 0)
+            n_blocks = seen.n_blocks(n_blocks * KEYS, n_chosen)
+        if n_chosen:
+            places, chosen = places if seen.window else of("looked", 0), of("chosen", 0)
         n_groups = n_heads // n_together
         n_bytes = 4 * n_rows * n_heads * n_blocks * (columns + _BESIDE_COLUMNS)
         n_tiles = -(-n_rows // together)
@@ -161,10 +191,10 @@ class Attend:
             self._driver,
             kernels["attend"],
             (n_groups * n_splits, n_tiles),
-            [heads, places, numbers, *pages, sinks, attended, blocks, chosen],
+            [heads, places, numbers, *pages, sinks, attended, blocks, chosen, step.runs],
             *(n_rows, n_heads, n_kv_heads, self._row_stride, PAGE, *self._of_kind),
-            *(n_splits, n_blocks),
-            *(self._grows, self._n_chosen, self._factor, self._soft_cap),
+            *(n_splits, n_blocks, self._grows, n_chosen, seen.rate, seen.stride),
+            *(seen.cell_size, self._factor, self._soft_cap),
         )
         if n_splits > 1:
             launch(
@@ -172,7 +202,7 @@ class Attend:
                 kernels["join_blocks"],
                 (n_heads, n_rows),
                 [heads, places, sinks, blocks, attended],
-                *(n_heads, self._row_stride, *self._of_kind, n_blocks),
+                *(n_heads, self._row_stride, *self._of_kind, n_blocks, n_chosen, seen.rate),
             )
         return attended
 
@@ -214,7 +244,7 @@ class DeviceAttention:
             row_stride,
             has_gates=self._has_gates,
             grows=grows,
-            n_chosen=n_chosen,
+            seen=Seen(n_chosen=n_chosen),
         )
 
     def __call__(self, rows: Buffer, inner: Buffer, index: int, step: StepBuffers) -> None:
@@ -229,7 +259,7 @@ class DeviceAttention:
             "rotate_heads",
             (n_rows, n_heads + 2 * n_kv_heads),
             [heads, heads if self._norm is None else self._norm, cosines, sines, *step.at, *pages],
-            *(n_heads, n_kv_heads, size, self._stride, n_rotated, PAGE),
+            *(n_heads, n_kv_heads, size, self._stride, 0, n_rotated, PAGE),
             *(int(self._norm is not None), int(self._has_pairs), int(self._has_gates)),
             self._eps,
         )

@@ -145,7 +145,7 @@ class DeviceBlocks:
             )
         if step.chooses:
             given = [queries, weights, *step.at, entries]
-            choose(on, self._kernels, config, given, step, config.head_size**-0.5)
+            choose(on, self._kernels, config, given, step, factor=config.head_size**-0.5)
 
 
 def choose(
@@ -154,14 +154,17 @@ def choose(
     config: Indexer,
     given: Sequence[Buffer],
     step: StepBuffers,
+    entries: tuple[int, int, int] | None = None,
     factor: float = 0,
 ) -> None:
     """Choose positions by the `given` queries [T, I, D], weights [T, I], places, pages and keys.
 
-    Keys are those of entries, if these have several positions each. Weights are multiplied by
-    `factor`, 0 for the usual one.
+    Keys are those of entries, if these have several positions each; `entries` says of how many
+    positions, how many columns lie from one to the next, and where keys begin, if it is their own
+    numbers that are chosen. Weights are multiplied by `factor`, 0 for the usual one.
     """
-    n_rows, n_pooled, n_chosen = step.n_rows, config.n_pooled, config.n_chosen // config.n_pooled
+    n_pooled, stride, first_key = entries or (config.n_pooled, config.head_size, 0)
+    n_rows, n_chosen = step.n_rows, config.n_chosen // config.n_pooled
     n_columns = -(-step.n_blocks * KEYS // n_pooled)
     at_once = max(1, min(n_rows, _MOST_SCORE_BYTES // (4 * n_columns)))
     scores = on.scratch.of("scores of index", 4 * at_once * n_columns)
@@ -174,9 +177,10 @@ def choose(
             kernels["score_entries"],
             (-(-n_columns // THREADS), n),
             [*given, scores],
-            *(first, config.n_heads, PAGE // n_pooled, n_pooled, n_chosen, n_columns, scale),
+            *(first, config.n_heads, PAGE // n_pooled, n_pooled, n_chosen, n_columns),
+            *(stride, first_key, scale),
         )
-        sizes = first, n_pooled, n_chosen, n_columns
+        sizes = first, n_pooled, config.n_pooled, n_chosen, n_columns
         buffers = [scores, step.at[0], *both]
         launch(on.driver, kernels["choose_entries"], (n, 1), buffers, *sizes)
 
@@ -190,14 +194,22 @@ def chosen_buffers(on: MixerDevice, config: Indexer, n_rows: int) -> tuple[Buffe
 class StageChoices:
     """What a stage's rows have chosen: what comes of a stage before, and what goes to the next.
 
-    With `hands_on` the next one takes it.
+    With `hands_on` the next one takes it. `of_entries` says of how many positions entries are that
+    each layer chooses for itself, and of how many of them, None where there are none.
     """
 
     def __init__(
-        self, indexers: Sequence[PositionIndexer | BlockIndexer], on: MixerDevice, *, hands_on: bool
+        self,
+        indexers: Sequence[PositionIndexer | BlockIndexer],
+        on: MixerDevice,
+        of_entries: tuple[int, int] | None,
+        *,
+        hands_on: bool,
     ) -> None:
-        self._on, self._hands_on = on, hands_on
-        self._config = indexers[0].config if indexers else None
+        self._on, self._hands_on, self._limits = on, hands_on, of_entries
+        self._config = config = indexers[0].config if indexers else None
+        if config is not None:
+            self._limits = config.n_pooled, config.n_chosen // config.n_pooled
         self._takes = bool(indexers) and not linears_of_index(indexers[0])
 
     def are_missing(self, step: ForwardStep) -> bool:
@@ -215,16 +227,16 @@ class StageChoices:
     def bring(self, step: ForwardStep, at: Array) -> bool:
         """Upload what came, by `at` of StepBuffers; say whether rows see more than they choose."""
         config, chosen = self._config, step.choices[-1] if self._takes else None
-        if config is None:
+        if self._limits is None:
             return False
-        if chosen is not None:
+        if config is not None and chosen is not None:
             looked = at.copy()
             looked[:, 0] = (chosen >= 0).sum(1).numpy() - 1
             both = chosen_buffers(self._on, config, len(at))
             for buffer, array in zip(both, (chosen.numpy(), looked), strict=True):
                 self._on.driver.upload(buffer, np.ascontiguousarray(array))
-        most, n_pooled = step.positions.max().item() + 1, config.n_pooled
-        return int(most) // n_pooled > config.n_chosen // n_pooled
+        n_pooled, n_chosen = self._limits
+        return (int(step.positions.max()) + 1) // n_pooled > n_chosen
 
     def hand_on(self, step: ForwardStep, n_rows: int, *, chooses: bool) -> None:
         """Write down what rows have chosen last, where the next stage takes it: see Choose."""

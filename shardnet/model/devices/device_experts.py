@@ -38,6 +38,7 @@ from shardnet.model.layers.experts import (
     SoftmaxGroupRouter,
     SoftmaxRouter,
     SparseMlp,
+    SqrtSoftplusRouter,
 )
 from shardnet.model.layers.modules import GatedMlp, Mlp, PlainMlp
 
@@ -51,7 +52,11 @@ _ALONE: Final = ACTIVATIONS | {Activation.RELU_SQUARED: 3}
 """Activations of MLPs without gates."""
 _CLAMPED: Final = 3
 _BY_SOFTMAX: Final = 3
+_BY_ROOTS: Final = 6
 """As the text numbers activations, and ways to route."""
+
+_BIASED: Final = BestTwoRouter | SqrtSoftplusRouter
+_GROUPED: Final = _BIASED | SoftmaxGroupRouter
 
 
 def why_no_experts(mlp: SparseMlp, is_multiplied: Callable[[Linear], bool]) -> str:
@@ -65,7 +70,7 @@ def why_no_experts(mlp: SparseMlp, is_multiplied: Callable[[Linear], bool]) -> s
     pairs = [linears_of(one) for one in (*mlp.experts, *shared)]
     if not all(map(is_multiplied, [*_gates(mlp), *itertools.chain(*pairs)])):
         return "linears whose weights do not stay packed in memory"
-    alike = {(_shape(first), _shape(down)) for first, down in pairs[: len(mlp.experts)]}
+    alike = {(shape_of(first), shape_of(down)) for first, down in pairs[: len(mlp.experts)]}
     return "experts of unlike forms" if len(alike) > 1 else ""
 
 
@@ -93,10 +98,13 @@ class DeviceExperts:
         self._routing, self._top_k = routing
         self._groups: Experts | None = None
         self._bias: Buffer | None = None
-        if isinstance(mlp.router, BestTwoRouter | SoftmaxGroupRouter):
+        self._of_tokens: Buffer | None = None
+        if isinstance(mlp.router, _GROUPED):
             self._groups = mlp.router.experts
-        if isinstance(mlp.router, BestTwoRouter) and mlp.router.bias is not None:
+        if isinstance(mlp.router, _BIASED) and mlp.router.bias is not None:
             self._bias = put(mlp.router.bias.numpy())
+        if isinstance(mlp.router, SqrtSoftplusRouter) and mlp.router.of_tokens is not None:
+            self._of_tokens = put(mlp.router.of_tokens.numpy())
         experts, gating = [_panels(expert) for expert in mlp.experts], gating_of(mlp.experts[0])
         assert gating is not None
         self._gating = gating
@@ -109,8 +117,13 @@ class DeviceExperts:
             for one in _shared(mlp)
         ]
 
-    def __call__(self, rows: Buffer, n_rows: int, inner: Buffer) -> None:
-        """Run normalised rows [T, E] through their experts: `inner` [T, E]."""
+    def __call__(
+        self, rows: Buffer, n_rows: int, inner: Buffer, tokens: Buffer | None = None
+    ) -> None:
+        """Run normalised rows [T, E] through their experts: `inner` [T, E].
+
+        `tokens` are the rows' ids [T], where any experts go by them.
+        """
         of, top_k, width = self._scratch.of, self._top_k, self._down.shape[0]
         n_experts, n_visits = self._router.shape[0], n_rows * top_k
         scores = of("scores", 4 * n_rows * n_experts)
@@ -120,7 +133,7 @@ class DeviceExperts:
             of("outputs", 4 * n_visits * width),
         )
         self._router(rows, n_rows, scores)
-        self._route(scores, ids, weights, n_rows)
+        self._route(scores, ids, weights, n_rows, tokens)
         tiles = self._tiles(ids, n_visits)
         self._gate_up(rows, n_rows, both, visits=Visits(ids=ids, each=top_k, tiles=tiles))
         self._down(both, n_visits, outputs, self._gating, Visits(ids=ids, each=1, tiles=tiles))
@@ -152,8 +165,10 @@ class DeviceExperts:
         self._launch("group_visits", (n_experts, 1), [ids, order, tiles], *sizes)
         return Tiles(order=order, tiles=tiles, n=n_tiles)
 
-    def _route(self, scores: Buffer, ids: Buffer, weights: Buffer, n_rows: int) -> None:
-        """Choose the experts of rows, by the router's scores."""
+    def _route(
+        self, scores: Buffer, ids: Buffer, weights: Buffer, n_rows: int, tokens: Buffer | None
+    ) -> None:
+        """Choose the experts of rows, by the router's scores, or by their tokens."""
         n_experts, groups, own = self._router.shape[0], (n_rows, 1), self._groups
         sizes = n_experts, self._top_k
         if own is None:
@@ -161,13 +176,15 @@ class DeviceExperts:
             self._launch("route", groups, [scores, ids, weights, best], *sizes, self._routing)
             return
         by = self._scratch.of("by", 4 * n_rows * (n_experts + 3 * own.n_groups))
+        by_token = self._of_tokens is not None and tokens is not None
+        table = [tokens, self._of_tokens] if by_token else [ids, ids]
         self._launch(
             "route_in_groups",
             groups,
-            [scores, scores if self._bias is None else self._bias, by, ids, weights],
+            [scores, scores if self._bias is None else self._bias, by, ids, weights, *table],
             *(*sizes, own.n_groups, own.top_groups, self._routing),
             int(self._routing != _BY_SOFTMAX and own.normalize_top_k),
-            int(self._bias is not None),
+            *(int(self._bias is not None), int(by_token)),
             np.float32(own.output_scale),
         )
 
@@ -178,13 +195,15 @@ def _routing(router: Router) -> tuple[int, int] | None:
         return (0 if router.normalize else 1), router.top_k
     if isinstance(router, SigmoidRouter):
         return 2, router.top_k
-    if not isinstance(router, BestTwoRouter | SoftmaxGroupRouter):
+    if not isinstance(router, _GROUPED):
         return None
     own = router.experts
     if own.n_experts % own.n_groups or (own.n_groups > 1 and own.n_experts == own.n_groups):
         return None
     if isinstance(router, SoftmaxGroupRouter):
         return _BY_SOFTMAX, own.top_k
+    if isinstance(router, SqrtSoftplusRouter):
+        return _BY_ROOTS, own.top_k
     return (5 if router.has_softmax else 4), own.top_k
 
 
@@ -194,9 +213,7 @@ def _gates(mlp: SparseMlp) -> list[Linear]:
     return [
         one.gate
         for one in each
-        if isinstance(
-            one, SoftmaxRouter | SigmoidRouter | BestTwoRouter | SoftmaxGroupRouter | SharedExpert
-        )
+        if isinstance(one, SoftmaxRouter | SigmoidRouter | _GROUPED | SharedExpert)
     ]
 
 
@@ -221,7 +238,7 @@ def _panels(mlp: Mlp) -> tuple[PanelLinear, PanelLinear]:
     return first, down
 
 
-def _shape(linear: Linear) -> object:
+def shape_of(linear: Linear) -> object:
     """Return what must be equal in all experts, so that one launch multiplies by any of them."""
     assert isinstance(linear, PanelLinear)
     parts = tuple((part.form, part.shape, part.input_order is None) for part in linear.parts)

@@ -51,6 +51,7 @@ class DeviceKvCache(KvCache):
 
     def __init__(self, *of: Any, **more: Any) -> None:
         super().__init__(*of, **more)
+        self._n_spread = max((shape.n_spread for shape in self._states.values()), default=1)
         self.pooled: dict[int, tuple[int, int, Pool]] = {}
         """Layers with entries of so many positions and columns, which pages have as these."""
 
@@ -92,7 +93,7 @@ class DeviceKvCache(KvCache):
 
         Returns for each row its position, where its slot's pages begin and the bits of 1.0, uint32
         [T, 3], these pages' numbers, and where states of each row are, and its inputs are to be
-        kept: `runs` and `places` of text/states.h, uint32 [T, 5].
+        kept: `runs` and `places` of text/vectors.h, uint32 [T, 5].
         Raises CapacityError if the device has no memory left.
         """
         places: list[tuple[int, int, int]] = []
@@ -104,7 +105,7 @@ class DeviceKvCache(KvCache):
             end = span.position + span.end - span.start
             self._grow(held, blocks_for(end))
             self._move(span.slot, held, held.n_device, span.position, self._up)
-            held.n_device, held.n_host = end, min(held.n_host, span.position)
+            held.n_device, held.n_host = end, min(held.n_host, self._settled(span.position))
             places += [(row, len(pages), _ONE) for row in range(span.position, end)]
             pages += held.pages
             runs[span.start : span.end, :2] = span.start, span.end
@@ -130,7 +131,11 @@ class DeviceKvCache(KvCache):
             held = self._held.setdefault(span.slot, _Held()) if self._driver else _Held()
             self._move(span.slot, held, held.n_host, min(span.position, held.n_device), self._down)
             held.n_host = span.position + span.end - span.start
-            held.n_device = min(held.n_device, span.position)
+            held.n_device = min(held.n_device, self._settled(span.position))
+
+    def _settled(self, position: int) -> int:
+        """Return how many positions no row from `position` on writes: entries are of 2^n."""
+        return position - position % self._n_spread
 
     def _end(self, slot: SlotId) -> int:
         """See KvCache: what a device alone holds is not copied here, and takes no memory here."""

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from shardnet.model.devices.device_attention import Attend
+from shardnet.model.devices.device_attention import Attend, Seen
 from shardnet.model.devices.device_choice import DeviceIndexer, why_no_choice
 from shardnet.model.devices.device_kv import PAGE
 from shardnet.model.devices.mixer_device import LINE, MixerDevice, StepBuffers
@@ -79,7 +79,8 @@ class DeviceLatents:
             if own.indexer.projections is not None:
                 self._indexer = DeviceIndexer(own.indexer, on)
         heads, sizes, stride = (self.n_heads, 1), (width, rank, width), self.n_heads * width
-        self._attend = Attend(on, own.kind, heads, sizes, stride, n_chosen=n_chosen)
+        seen = Seen(n_chosen=n_chosen)
+        self._attend = Attend(on, own.kind, heads, sizes, stride, seen=seen)
 
     def __call__(self, rows: Buffer, inner: Buffer, index: int, step: StepBuffers) -> None:
         """Run normalised rows [T, E] through it in layer `index` within the stage: `inner`."""
@@ -124,7 +125,7 @@ class DeviceLatents:
             "rotate_heads",
             (n_rows, 1),
             [first, norm, *step.tables[index][:2], *step.at, *pages],
-            *(1, 0, width, 0, 0, PAGE, 1, 0, 0, eps),
+            *(1, 0, width, 0, 0, 0, PAGE, 1, 0, 0, eps),
         )
         queries = of("all queries", 4 * n_rows * self._second.shape[0])
         self._second(first, n_rows, queries)

@@ -24,6 +24,7 @@ from shardnet.model.config.panel_form import PanelForm
 from shardnet.model.devices.coverage import projection_of
 from shardnet.model.devices.device_attention import DeviceAttention, blocks_within
 from shardnet.model.devices.device_choice import DeviceBlocks, StageChoices
+from shardnet.model.devices.device_entries import DeviceEntries
 from shardnet.model.devices.device_experts import DeviceExperts, bias_of, gating_of, linears_of
 from shardnet.model.devices.device_kv import DeviceKvCache
 from shardnet.model.devices.device_latents import DeviceLatents, visits_of_heads
@@ -63,13 +64,14 @@ from shardnet.model.layers.experts import SparseMlp
 from shardnet.model.layers.modules import Attention, BothMixers, SelfAttention
 from shardnet.model.layers.norms import BareNorm, Norm
 from shardnet.model.layers.rotary import Rotary
+from shardnet.model.mixers.compressed_attention import CompressedAttention
 from shardnet.model.mixers.gated_delta import GatedDeltaNet
 from shardnet.model.mixers.latent_attention import LatentAttention
 from shardnet.model.mixers.mixed_attention import GatedAttention, TemperedAttention, growth_at
 from shardnet.model.mixers.position_indexer import BlockIndexer, PositionIndexer
 from shardnet.model.mixers.short_conv import NgramSublayer, ShortConvolution
 
-LAYER_PARTS: Final = ("vectors", "rows", "experts")
+LAYER_PARTS: Final = ("vectors", "reals", "rows", "experts")
 """Of the text."""
 _NAMES: Final = (
     "add_and_norm",
@@ -282,7 +284,9 @@ class _Sublayer:
 
     def __call__(self, rows: Buffer, inner: Buffer, step: StepBuffers) -> None:
         """Run normalised rows [T, E] through it: `inner` [T, E]."""
-        if isinstance(self.own, _Dense | DeviceExperts):
+        if isinstance(self.own, DeviceExperts):
+            self.own(rows, step.n_rows, inner, step.tokens)
+        elif isinstance(self.own, _Dense):
             self.own(rows, step.n_rows, inner)
         else:
             self.own(rows, inner, self.index, step)
@@ -323,17 +327,21 @@ class DeviceLayers:
         of short steps. With `hands_on` the layer behind them takes the positions that rows choose
         here. Raises CapacityError, and ConfigurationError where a form has other bits.
         """
-        self.device, self._kv, self._ropes, self._tables = device, kv, ropes, tables
+        self.device, self._kv, self._ropes, self._every = device, kv, ropes, tables
         self._head = None if head is None else head[1].product
         self._final = None if head is None else _Around.of(device, Residual(before=head[0]))
         self._kernels = dict(device.rows_kernels())
         if kv.has_states:
             self._kernels |= device.kernels.of({}, STATE_PARTS, STATE_NAMES)
         self._recorded: dict[Hashable, _Recorded] = {}
-        self._n_latent_heads = 0
+        self._n_heads_by_id = 0
+        self._by_token = False
         self._temperature: Temperature | None = None
         self._with_states: dict[int, StateLayer] = {}
         self._indexers: list[PositionIndexer | BlockIndexer] = []
+        self._entries: dict[int, int] = {}
+        """A layer for each number of positions that entries are made of."""
+        self._chosen_entries: tuple[int, int] | None = None
         self._on = MixerDevice(
             driver=device.driver,
             kernels=device.kernels,
@@ -350,7 +358,8 @@ class DeviceLayers:
         self._ngrams: dict[int, DeviceNgrams] = {}
         self._sublayers = list(self._uploaded(layers))
         self._tables_of_ngrams = StageNgrams(self._ngrams)
-        self._choices = StageChoices(self._indexers, self._on, hands_on=hands_on)
+        of_entries = self._chosen_entries
+        self._choices = StageChoices(self._indexers, self._on, of_entries, hands_on=hands_on)
         kv.compute_on(device.driver, self._with_states)
 
     def _uploaded(self, layers: Sequence[Layer]) -> Iterator[_Sublayer]:
@@ -386,6 +395,7 @@ class DeviceLayers:
             return self._mixer_of(sublayer.self_attn, index)
         device, own = self.device, sublayer.mlp
         if isinstance(own, SparseMlp):
+            self._by_token = self._by_token or own.by_token
             return DeviceExperts(
                 own,
                 lambda linears: device.product(*linears),
@@ -412,7 +422,7 @@ class DeviceLayers:
             return convolution
         if isinstance(own, LatentAttention):
             latents = DeviceLatents(own, on)
-            self._n_latent_heads, self._temperature = latents.n_heads, own.temperature
+            self._n_heads_by_id, self._temperature = latents.n_heads, own.temperature
             if own.indexer is not None:
                 self._indexers.append(own.indexer)
                 projections, n_pooled = own.indexer.projections, own.indexer.config.n_pooled
@@ -420,13 +430,20 @@ class DeviceLayers:
                     size = own.indexer.config.head_size
                     self._kv.pooled[index] = n_pooled, size, projections.pool
             return latents
+        if isinstance(own, CompressedAttention):
+            self._with_states[index] = entries = DeviceEntries(own, on)
+            self._n_heads_by_id = entries.n_groups
+            self._entries |= {entries.rate: index} if entries.rate else {}
+            if own.indexer is not None:
+                self._chosen_entries = entries.rate, own.config.indexer.n_chosen
+            return entries
         if isinstance(own, TemperedAttention):
             self._temperature = own.temperature
             return DeviceAttention(own.inner, on, own.inner.qkv_proj, grows=True)
         assert isinstance(own, SelfAttention | GatedAttention)
         choose = None
         if isinstance(own, GatedAttention) and own.indexer is not None:
-            indexer, every = own.indexer, self._tables[self._ropes[index]]
+            indexer, every = own.indexer, self._every[self._ropes[index]]
             choose = DeviceBlocks(indexer, on, every, own.head_size)
             pool, config = partial(indexer.pool, every), indexer.config
             self._kv.pooled[index] = config.n_pooled, config.head_size, pool
@@ -444,12 +461,14 @@ class DeviceLayers:
 
         return mix
 
-    def _product(self, linear: Linear) -> DeviceProduct:
+    def _product(
+        self, linear: Linear, *, n_columns: int | None = None, begin: int = 0
+    ) -> DeviceProduct:
         factors: Array | None = None
         if isinstance(linear, ScaledLinear):
             factors, linear = linear.factors.numpy(), linear.plain
         assert isinstance(linear, PanelLinear), "why_not says so"
-        return self.device.product(linear, factors=factors)
+        return self.device.product(linear, factors=factors, n_columns=n_columns, begin=begin)
 
     def __call__(
         self, hidden: Tensor, rotaries: Sequence[Rotary], step: ForwardStep
@@ -480,15 +499,14 @@ class DeviceLayers:
         arrays: dict[str, Array] = {} if is_alone else {"hidden": hidden.numpy()}
         arrays |= {"best": np.zeros((n_rows, 2), np.uint32), "places": at, "runs": runs[:, :4]}
         arrays |= {"kept": runs[:, 4]} if keeps else {}
+        arrays |= self._tables(rotaries, step)
         more |= self._choices.digits(step)
-        for n, rotary in enumerate(rotaries):
-            arrays |= {f"cosines {n}": rotary.cos.numpy(), f"sines {n}": rotary.sin.numpy()}
         arrays |= more | {"pages": pages}  # these last, since their number grows
         brought = device.put_together(arrays)
         rows = device.put_in("hidden", hidden.numpy()) if is_alone else brought["hidden"]
         heads = None
-        if self._n_latent_heads:
-            heads = visits_of_heads(n_rows, self._n_latent_heads, device.put_in)
+        if self._n_heads_by_id:
+            heads = visits_of_heads(n_rows, self._n_heads_by_id, device.put_in)
         chooses = self._choices.bring(step, at)
 
         def launch_all() -> None:
@@ -505,6 +523,11 @@ class DeviceLayers:
                 heads=heads,
                 kept=brought["kept"] if keeps else None,
                 more={name: brought[name] for name in more},
+                tokens=brought["tokens"] if self._by_token else None,
+                of_entries={
+                    rate: (brought[f"cosines of {rate}"], brought[f"sines of {rate}"])
+                    for rate in self._entries
+                },
                 chooses=chooses,
             )
             best = None if head is None else brought["best"]
@@ -515,6 +538,20 @@ class DeviceLayers:
         out = self._take(brought.buffer if not is_alone else rows, shape, brought, head)
         self._choices.hand_on(step, n_rows, chooses=chooses)
         return out
+
+    def _tables(self, rotaries: Sequence[Rotary], step: ForwardStep) -> dict[str, Array]:
+        """Return rotary tables, those of entries that rows are the last of, and tokens."""
+        found = {str(n): rotary for n, rotary in enumerate(rotaries)}
+        for rate, layer in self._entries.items():
+            every = rotaries[self._ropes[layer]].every
+            assert every is not None, "rows have one position each"
+            found[f"of {rate}"] = every.at(step.positions // rate * rate)
+        arrays: dict[str, Array] = {}
+        for name, rotary in found.items():
+            arrays |= {f"cosines {name}": rotary.cos.numpy(), f"sines {name}": rotary.sin.numpy()}
+        if self._by_token:
+            arrays["tokens"] = step.token_ids.numpy().astype(np.uint32)
+        return arrays
 
     def _take(
         self, rows: Buffer, shape: Sequence[int], brought: Together, head: DeviceProduct | None

@@ -102,7 +102,7 @@ def _projections(own: GatedDeltaNet) -> list[Linear]:
     return [own.project.qkvz_proj, own.project.ba_proj]
 
 
-class _KeptRows:
+class KeptRows:
     """Columns of rows that are kept in a layer, to compute its state again: see StateDevice."""
 
     def __init__(self, on: MixerDevice, widths: Sequence[int]) -> None:
@@ -124,7 +124,7 @@ class _KeptRows:
     def bring(
         self, index: int, cells: Sequence[Cell], n_rows: int, states: tuple[int, int]
     ) -> tuple[Buffer, Buffer]:
-        """Put rows one behind the other, and return them and `runs` of them: see text/states.h.
+        """Put rows one behind the other, and return them and `runs` of them: see text/vectors.h.
 
         They are those of one slot: `states` are the cells with the state before and after them.
         """
@@ -164,7 +164,7 @@ class DeviceRecurrence:
         else:
             self._projections = [make(linear) for linear in linears]
         self._widths = widths[0], widths[-1]
-        self._kept = _KeptRows(on, widths if ngrams is None else [*widths, ngrams.n_columns])
+        self._kept = KeptRows(on, widths if ngrams is None else [*widths, ngrams.n_columns])
         self.row_bytes = 4 * self._kept.width
         self._output = make(own.out_proj)
         self._numbers, self._has_norm = put(_numbers(own)), own.parameters.norm_weight is not None
@@ -273,7 +273,7 @@ class DeviceConvolution:
         self._scratch, self._launch, self._states_of = on.scratch, on.launch, on.states_of
         self._projection, self._output = on.make(own.in_proj), on.make(own.out_proj)
         self._n_taps, self._width = own.taps.shape
-        self._kept = _KeptRows(on, [self._projection.shape[0]])
+        self._kept = KeptRows(on, [self._projection.shape[0]])
         self.row_bytes = 4 * self._kept.width
         self._taps = put(own.taps.numpy())
         self._bias = None if own.bias is None else put(own.bias.numpy())

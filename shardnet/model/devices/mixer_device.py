@@ -20,6 +20,15 @@ BEFORE: Final = 8
 """What `add_and_norm` does for a norm alone."""
 
 
+class Make(Protocol):
+    """Uploads a linear, whose outputs may be scaled. Raises CapacityError."""
+
+    def __call__(
+        self, linear: Linear, *, n_columns: int | None = None, begin: int = 0
+    ) -> DeviceProduct:
+        """See Device.product."""
+
+
 class MakeProduct(Protocol):
     """Uploads linears that are alike, one or one for each id. Raises CapacityError."""
 
@@ -42,7 +51,7 @@ class MixerDevice:
 
     driver: Driver
     kernels: Kernels
-    make: Callable[[Linear], DeviceProduct]
+    make: Make
     make_by_id: MakeProduct
     put: Callable[[Array], Buffer]
     scratch: Rows
@@ -61,9 +70,11 @@ class StepBuffers:
     its queries grow, float32. No row attends to more than `n_blocks` blocks of positions. `tables`
     has cosines and sines [T, R] by layer, and their R columns. `heads` says which head each of the
     T x H rows of heads is, None where nobody asks. `kept` says where the inputs of each row are
-    kept, None where those of none are; `more` is what kinds of layers ask for by name.
-    Where a row sees more than may be chosen it `chooses`: then what it attends to is in the scratch
-    `chosen` and `looked`, as text/choice.h has them.
+    kept, None where those of none are, and `tokens` has the rows' ids, where any layer asks.
+    `of_entries` has the tables of entries of so many positions that rows are the last of, `more`
+    what other kinds of layers ask for by name. Where a row sees more than may be chosen it
+    `chooses`: then what it attends to is in the scratch `chosen` and `looked`, as text/choice.h has
+    them.
     """
 
     n_rows: int
@@ -74,4 +85,6 @@ class StepBuffers:
     heads: Visits | None
     kept: Buffer | None = None
     more: Mapping[str, Buffer] = field(default_factory=dict)
+    tokens: Buffer | None = None
+    of_entries: Mapping[int, tuple[Buffer, Buffer]] = field(default_factory=dict)
     chooses: bool = False

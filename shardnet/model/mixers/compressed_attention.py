@@ -216,7 +216,7 @@ class CompressedAttention:
             attended = attention(queries, keys, nothing, index, step, self.kind)
         else:
             waiting = self._waiting(hidden)
-            if shared is not None and self._makers:
+            if shared is not None and self.makers:
                 shared.zero_()
             seen = [
                 self._store(span, index, step, keys[:, 0], waiting, shared) for span in step.spans
@@ -233,14 +233,14 @@ class CompressedAttention:
         return self.o_b_proj(torch.cat(parts, -1))
 
     @property
-    def _makers(self) -> list[Compressor | SharedCompressor]:
+    def makers(self) -> list[Compressor | SharedCompressor]:
         """What makes entries, in the order of their columns."""
         found = self.compressor, self.indexer.compressor if self.indexer else None
         return [maker for maker in found if maker is not None]
 
     def _waiting(self, hidden: Tensor) -> Tensor:
         """Return what entries are made of: [T, columns], none where there are no entries."""
-        rows = [maker.project(hidden) for maker in self._makers]
+        rows = [maker.project(hidden) for maker in self.makers]
         return torch.cat(rows, -1) if rows else hidden.new_empty(len(hidden), 0)
 
     def _store(
@@ -299,13 +299,13 @@ class CompressedAttention:
         first, last = span.position // rate, end // rate
         if last > first:
             completed = slice((first + 1) * rate - 1 - span.position + span.start, span.end, rate)
-            if self._makers:
+            if self.makers:
                 known = pending[: len(pending) - end % rate]
-                widths = [maker.width for maker in self._makers]
+                widths = [maker.width for maker in self.makers]
                 parts = known.split(widths, -1)  # type: ignore[no-untyped-call]
                 made = [
                     maker.entries(rows, first, last - first)
-                    for maker, rows in zip(self._makers, parts, strict=True)
+                    for maker, rows in zip(self.makers, parts, strict=True)
                 ]
                 new = torch.cat(made, -1)
                 if shared is not None:

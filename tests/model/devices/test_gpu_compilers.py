@@ -27,8 +27,9 @@ from shardnet.cluster.machine.profile import find_devices
 from shardnet.errors import CapacityError, ConfigurationError
 from shardnet.files import made_once
 from shardnet.model.config.panel_form import PanelForm
-from shardnet.model.devices.device_attention import ATTENTION_PARTS, attention_macros
+from shardnet.model.devices.device_attention import ATTENTION_PARTS, ENTRIES, attention_macros
 from shardnet.model.devices.device_choice import CHOICE_PARTS
+from shardnet.model.devices.device_entries import ENTRY_PARTS
 from shardnet.model.devices.device_layers import LAYER_PARTS
 from shardnet.model.devices.device_recurrence import STATE_PARTS
 from shardnet.model.devices.device_streams import STREAM_PARTS
@@ -51,8 +52,9 @@ def texts(dialect: str, forms: list[PanelForm]) -> list[str]:
     products = [whole_text(dialect, each, *PRODUCT_PARTS) for each in macros]
     attention = [attention_macros(*each) for each in ((1, 64, 64), (8, 256, 256), (4, 576, 512))]
     attention += [attention_macros(64, 576, 512, 0), attention_macros(8, 256, 256, 0, stride=326)]
+    attention += [attention_macros(64, 512, 512, 0) | {"CHOSEN": ENTRIES}]
     looks = [whole_text(dialect, each, *ATTENTION_PARTS) for each in attention]
-    layers = [whole_text(dialect, {}, *parts) for parts in (LAYER_PARTS, STATE_PARTS)]
+    layers = [whole_text(dialect, {}, *parts) for parts in (LAYER_PARTS, STATE_PARTS, ENTRY_PARTS)]
     layers += [whole_text(dialect, {"STREAMS": n}, *STREAM_PARTS) for n in (4, 14)]
     layers += [whole_text(dialect, {"SIZE": 128}, *CHOICE_PARTS)]
     return [*layers, *looks, *products]

@@ -9,8 +9,9 @@ import subprocess
 import pytest
 from support.models.random_panels import FORMS
 
-from shardnet.model.devices.device_attention import ATTENTION_PARTS, attention_macros
+from shardnet.model.devices.device_attention import ATTENTION_PARTS, ENTRIES, attention_macros
 from shardnet.model.devices.device_choice import CHOICE_PARTS
+from shardnet.model.devices.device_entries import ENTRY_PARTS
 from shardnet.model.devices.device_layers import LAYER_PARTS
 from shardnet.model.devices.device_recurrence import STATE_PARTS
 from shardnet.model.devices.device_streams import STREAM_PARTS
@@ -45,11 +46,12 @@ def test_metals_words_make_sense() -> None:
     wanted = ("Q2_K", "Q4_K", "NVFP4", "F16", "NF4")
     macros = [form_macros(form, 8) for form in FORMS if form.name in wanted]
     texts = [whole_text("metal", own, *PRODUCT_PARTS) for own in macros]
-    texts += [whole_text("metal", {}, *parts) for parts in (LAYER_PARTS, STATE_PARTS)]
+    texts += [whole_text("metal", {}, *parts) for parts in (LAYER_PARTS, STATE_PARTS, ENTRY_PARTS)]
     texts += [whole_text("metal", {"STREAMS": 4}, *STREAM_PARTS)]
     texts += [whole_text("metal", {"SIZE": 128}, *CHOICE_PARTS)]
     chosen = attention_macros(8, 128, 128, 0)
-    texts += [whole_text("metal", chosen, *ATTENTION_PARTS)]
+    for own in (chosen, chosen | {"CHOSEN": ENTRIES}):
+        texts += [whole_text("metal", own, *ATTENTION_PARTS)]
     for text in texts:
         turned = as_metal(text)
         assert re.search(r"constant uint32_t &(n_rows|n_heads|width)", turned)

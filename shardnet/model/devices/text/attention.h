@@ -2,7 +2,8 @@
  * joined in their order. A group of threads has HEADS query heads of one KV head for TOGETHER rows, which read keys and
  * values together where they are of one slot; it joins its blocks itself, or, where a row's blocks are spread over several
  * groups, writes them down for `join_blocks`. Keys have SIZE columns, and values the first OF_VALUE of STRIDE. With CHOSEN
- * a row attends to positions that were chosen, as if they stood one behind the other (choice.h). */
+ * a row attends to positions that were chosen, as if they stood one behind the other (choice.h); if that is ENTRIES, to its
+ * window's rows and then to entries of `rate` positions each, all or those chosen, which stand for their values (entries.h). */
 
 #define KEYS 128
 #define COLUMNS 32
@@ -10,13 +11,28 @@
 #define SUMS (OF_VALUE + PARTS)
 #define OF_BLOCK (SUMS + 1) /* sums of values, parts of the sum of exponentials, the largest score */
 #define CHUNKS 0x80000000u /* as in csrc/sublayers.h */
+#define ENTRIES 2
 #define FIRST_KEY(position)                                              \
-    (window > CHUNKS ? (position) & (CHUNKS - window) /* chunks of 2^n */ \
+    (CHOSEN == ENTRIES ? 0 : window > CHUNKS ? (position) & (CHUNKS - window) /* chunks of 2^n */ \
      : window && (position) >= window ? (position) - window + 1 : 0)
 
-/* Where the key of the block's position i begins, and the value. */
-#define KEY_AT(i) (CHOSEN ? (uint64_t)row_of[i] * SIZE : slot + (uint64_t)(i) * SIZE)
-#define VALUE_AT(i) (CHOSEN ? (uint64_t)row_of[i] * STRIDE : value_slot + (uint64_t)(i) * STRIDE)
+/* Where the key of the block's position i begins, and the value, and in what: rows of a window are behind the queries of this
+ * step, or in the state before it, which is in the place of `values`. */
+#define IN_STATE ((uint64_t)1 << 62)
+#define IN_STEP ((uint64_t)1 << 63)
+#define AT(i, columns, begins)                              \
+    (CHOSEN == ENTRIES ? row_of[i] & ~(IN_STATE | IN_STEP)  \
+     : CHOSEN ? row_of[i] * (columns) : (begins) + (uint64_t)(i) * (columns))
+#define KEY_AT(i) AT(i, SIZE, slot)
+#define VALUE_AT(i) AT(i, STRIDE, value_slot)
+#define FROM(i, own) (CHOSEN != ENTRIES ? (own) : row_of[i] & IN_STEP ? heads : row_of[i] & IN_STATE ? values : keys)
+
+/* How many rows of its window and entries a row at a position sees, and the last place that it attends to. */
+#define OF_WINDOW(position) ((position) + 1 < window ? (position) + 1 : window)
+#define WHOLE(position) (rate ? ((position) + 1) / rate : 0)
+#define CHOOSES(position) (n_chosen && WHOLE(position) > n_chosen)
+#define LAST_OF(position) \
+    (CHOSEN == ENTRIES ? OF_WINDOW(position) + (CHOOSES(position) ? n_chosen : WHOLE(position)) - 1 : (position))
 
 /* Queries are numbered by rows, then heads; those of a key or of a column lie together, four by four. */
 #define QUERIES (TOGETHER * HEADS)
@@ -45,7 +61,7 @@
 #define BRING(begin_column)                                                                        \
     TIMES (k, OF_THREAD) {                                                                         \
         const uint32_t key_at = (k * THREADS + THREAD) / COLUMNS, c = (begin_column) + THREAD % COLUMNS; \
-        if (key_at < high && c < SIZE) MY(coming)[k] = keys[KEY_AT(key_at) + c];                        \
+        if (key_at < high && c < SIZE) MY(coming)[k] = FROM(key_at, keys)[KEY_AT(key_at) + c];                  \
     }
 
 #if TOGETHER == 1 && !CHOSEN
@@ -56,7 +72,7 @@
 /* Adds up the values at `i` for the queries of a thread from `q` on that see it. */
 #define ADD_VALUES(sees)                                                                           \
     {                                                                                              \
-        const float value = values[VALUE_AT(i) + c];                                            \
+        const float value = FROM(i, values)[VALUE_AT(i) + c];                                      \
         TAKE(weight, PAIR, score + i * QUADS, q)                                                   \
         TIMES (p, PAIR) if (sees) sum[p] = FMA(weight[p], value, sum[p]);                          \
     }
@@ -80,13 +96,14 @@
 
 KERNEL attend(GLOBAL const float *heads, GLOBAL const uint32_t *places, GLOBAL const uint32_t *pages,
               GLOBAL const float *keys, GLOBAL const float *values, GLOBAL const float *sinks, GLOBAL float *attended,
-              GLOBAL float *blocks, GLOBAL const uint32_t *chosen, uint32_t n_rows, uint32_t n_heads, uint32_t n_kv_heads,
+              GLOBAL float *blocks, GLOBAL const uint32_t *chosen, GLOBAL const uint32_t *runs, uint32_t n_rows, uint32_t n_heads, uint32_t n_kv_heads,
               uint32_t row_stride, uint32_t page_size, uint32_t window, uint32_t has_sinks, uint32_t has_gates, uint32_t n_splits,
-              uint32_t n_blocks, uint32_t grows, uint32_t n_chosen, float factor, float soft_cap WHERE) {
+              uint32_t n_blocks, uint32_t grows, uint32_t n_chosen, uint32_t rate, uint32_t stride, uint32_t cell,
+              float factor, float soft_cap WHERE) {
     AWAIT
     SHARED FOUR query[SIZE * QUADS], score[KEYS * QUADS];
     SHARED float total[QUERIES * SUMS], key[KEYS * (COLUMNS + 1)], parts[QUERIES * PARTS], most[QUERIES], best[QUERIES];
-    SHARED uint32_t row_of[CHOSEN ? KEYS : 1];
+    SHARED uint64_t row_of[CHOSEN ? KEYS : 1];
     OWN(float, coming, OF_THREAD);
     OWN(float, product, EACH);
     const uint32_t head = GROUP_X / n_splits * HEADS, kv_head = head / (n_heads / n_kv_heads);
@@ -94,7 +111,7 @@ KERNEL attend(GLOBAL const float *heads, GLOBAL const uint32_t *places, GLOBAL c
     uint32_t n = 1; /* rows of one slot, at positions one behind the other */
     for (uint32_t row = GROUP_Y * TOGETHER; row < end; row += n) {
         for (n = 1; row + n < end && places[3 * (row + n) + 1] == places[3 * row + 1];) n++;
-        const uint32_t n_queries = n * HEADS, position = places[3 * row], last = n_queries - 1;
+        const uint32_t n_queries = n * HEADS, position = LAST_OF(places[3 * row]), last = n_queries - 1;
         PHASE {
             for (uint32_t i = THREAD; i < n_queries * SIZE; i += THREADS) {
                 const uint32_t q = i / SIZE, its = row + q / HEADS;
@@ -108,14 +125,28 @@ KERNEL attend(GLOBAL const float *heads, GLOBAL const uint32_t *places, GLOBAL c
         }
         for (uint32_t begin = (FIRST_KEY(position) / KEYS + GROUP_X % n_splits) * KEYS; begin < position + n;
              begin += n_splits * KEYS) {
-            const uint32_t low = LOW(0), high = HIGH(last), page = pages[places[3 * row + 1] + begin / page_size];
+            const uint32_t low = LOW(0), high = HIGH(last), first_page = places[3 * row + 1];
+            const uint32_t page = CHOSEN ? 0 : pages[first_page + begin / page_size];
             const uint64_t place = (uint64_t)(page * n_kv_heads + kv_head) * page_size + begin % page_size;
             const uint64_t slot = place * SIZE, value_slot = place * STRIDE;
-            if (CHOSEN) {
+            if (CHOSEN == ENTRIES) {
+                PHASE {
+                    const uint32_t its = places[3 * row], n_window = OF_WINDOW(its), i = begin + THREAD;
+                    const uint32_t back = n_window - 1 - i, before = row - FIRST_OF(row);
+                    if (THREAD < high && i < n_window) {
+                        row_of[THREAD] = back > before ? IN_STATE | (CELL_BEFORE(row) * (uint64_t)cell + (window + before - back) * SIZE)
+                                                       : IN_STEP | ((uint64_t)(row - back) * row_stride + n_heads * SIZE);
+                    } else if (THREAD < high) {
+                        const uint32_t e = CHOOSES(its) ? chosen[(uint64_t)row * n_chosen + i - n_window] : i - n_window;
+                        const uint64_t its_page = pages[first_page + e * rate / page_size];
+                        row_of[THREAD] = (its_page * (page_size / rate) + e % (page_size / rate)) * stride;
+                    }
+                }
+            } else if (CHOSEN) {
                 PHASE {
                     if (THREAD < high) {
                         const uint32_t at = chosen[(uint64_t)row * n_chosen + begin + THREAD];
-                        const uint32_t its_page = pages[places[3 * row + 1] + at / page_size];
+                        const uint32_t its_page = pages[first_page + at / page_size];
                         row_of[THREAD] = (its_page * n_kv_heads + kv_head) * page_size + at % page_size;
                     }
                 }
@@ -223,11 +254,12 @@ KERNEL attend(GLOBAL const float *heads, GLOBAL const uint32_t *places, GLOBAL c
 /* Joins the blocks of head GROUP_X of row GROUP_Y. */
 KERNEL join_blocks(GLOBAL const float *heads, GLOBAL const uint32_t *places, GLOBAL const float *sinks,
                    GLOBAL const float *blocks, GLOBAL float *attended, uint32_t n_heads, uint32_t row_stride,
-                   uint32_t window, uint32_t has_sinks, uint32_t has_gates, uint32_t n_blocks WHERE) {
+                   uint32_t window, uint32_t has_sinks, uint32_t has_gates, uint32_t n_blocks, uint32_t n_chosen,
+                   uint32_t rate WHERE) {
     AWAIT
     SHARED float parts[PARTS];
     OWN(float, total, SUMS / THREADS + 1);
-    const uint32_t row = GROUP_Y, position = places[3 * row], count = position / KEYS - FIRST_KEY(position) / KEYS + 1;
+    const uint32_t row = GROUP_Y, position = LAST_OF(places[3 * row]), count = position / KEYS - FIRST_KEY(position) / KEYS + 1;
     const uint64_t own = (uint64_t)GROUP_Y * n_heads + GROUP_X;
     PHASE {
         GLOBAL const float *block = blocks + own * n_blocks * OF_BLOCK;

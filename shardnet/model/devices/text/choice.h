@@ -54,8 +54,8 @@ KERNEL index_heads(GLOBAL float *queries, GLOBAL const float *keys, GLOBAL const
             const uint32_t k = i - first; /* beyond n_rotated before it, too */
             if (k < n_rotated) {
                 const uint32_t j = (k + half_size) % n_rotated;
-                const float one = line[first + (has_pairs ? k % half_size * 2 + k / half_size : k)];
-                const float other = line[first + (has_pairs ? j % half_size * 2 + j / half_size : j)];
+                const float one = line[first + (has_pairs ? PAIRED(k) : k)];
+                const float other = line[first + (has_pairs ? PAIRED(j) : j)];
                 const uint64_t at = (uint64_t)row * n_rotated + k;
                 to[i] = FMA(other, sines[at], MUL(one, cosines[at]));
             } else {
@@ -76,22 +76,7 @@ KERNEL pool_entries(GLOBAL const uint32_t *places, GLOBAL const uint32_t *pages,
         const uint64_t first = ROW_OF(row, first_position), entry = first / n_pooled;
         for (uint32_t c = THREAD; c < SIZE; c += THREADS) {
             GLOBAL const float *keys = stored + first * 2 * SIZE + c, *scores = keys + SIZE;
-            float best = -INFINITY, parts[PARTS], sum = 0;
-            for (uint32_t i = 0; i < n_pooled; i++) {
-                const float own = ADD(scores[i * 2 * SIZE], within[i * SIZE + c]);
-                best = is_more(own, best) ? own : best;
-            }
-            TIMES (part, PARTS) {
-                parts[part] = 0;
-                for (uint32_t i = part; i < n_pooled; i += PARTS)
-                    parts[part] = ADD(parts[part], exponential(ADD(ADD(scores[i * 2 * SIZE], within[i * SIZE + c]), -best)));
-            }
-            ADD_UP(parts)
-            for (uint32_t i = 0; i < n_pooled; i++) {
-                const float share = exponential(ADD(ADD(scores[i * 2 * SIZE], within[i * SIZE + c]), -best));
-                const float part = MUL(keys[i * 2 * SIZE], DIV(share, parts[0]));
-                sum = i ? ADD(sum, part) : part;
-            }
+            SUM_BY_SOFTMAX(sum, n_pooled, ADD(scores[i * 2 * SIZE], within[i * SIZE + c]), keys[i * 2 * SIZE])
             entries[entry * SIZE + c] = sum;
         }
     }
@@ -166,12 +151,12 @@ KERNEL index_blocks(GLOBAL const float *projected, GLOBAL const float *norm, GLO
 }
 
 /* Scores the entries that row `first_row` + GROUP_Y sees, each of `n_pooled` positions and `page_size` a page, from
- * THREADS * GROUP_X on: the sum over heads of a weight times what is above 0 of a query times the entry's key. A thread has
- * an entry. Rows that see no more than `n_chosen` are left out. */
+ * THREADS * GROUP_X on: the sum over heads of a weight times what is above 0 of a query times the entry's key, which begins
+ * at column `begin_key` of `stride`. A thread has an entry. Rows that see no more than `n_chosen` are left out. */
 KERNEL score_entries(GLOBAL const float *queries, GLOBAL const float *weights, GLOBAL const uint32_t *places,
                      GLOBAL const uint32_t *pages, GLOBAL const float *stored, GLOBAL float *scores, uint32_t first_row,
                      uint32_t n_heads, uint32_t page_size, uint32_t n_pooled, uint32_t n_chosen, uint32_t n_columns,
-                     float factor WHERE) {
+                     uint32_t stride, uint32_t begin_key, float factor WHERE) {
     AWAIT
     SHARED float key[THREADS * (COLUMNS + 1)];
     SHARED uint32_t row_of[THREADS];
@@ -191,7 +176,7 @@ KERNEL score_entries(GLOBAL const float *queries, GLOBAL const float *weights, G
                 TIMES (k, COLUMNS) {
                     const uint32_t i = (k * THREADS + THREAD) / COLUMNS, c = THREAD % COLUMNS;
                     if (begin + i < seen && column + c < SIZE)
-                        key[i * (COLUMNS + 1) + c] = stored[(uint64_t)row_of[i] * SIZE + column + c];
+                        key[i * (COLUMNS + 1) + c] = stored[(uint64_t)row_of[i] * stride + begin_key + column + c];
                 }
                 for (uint32_t i = THREAD; i < COLUMNS * HEADS; i += THREADS) {
                     const uint32_t c = i / HEADS, h = i % HEADS;
@@ -230,14 +215,16 @@ INLINE uint32_t ordered(float score) {
 
 /* Writes down the positions of the `n_chosen` entries that score highest for row `first_row` + GROUP_X, of equal ones the
  * first, in ascending order, and those behind the last whole entry; UNUSED behind them. What `places` says of a row `looked`
- * says of these. The smallest score that is taken is found digit by digit. */
+ * says of these. The smallest score that is taken is found digit by digit. Of entries of `n_positions` each `n_pooled` are
+ * written down: all, or one alone, the entry's own number. */
 KERNEL choose_entries(GLOBAL const float *scores, GLOBAL const uint32_t *places, GLOBAL uint32_t *chosen,
-                      GLOBAL uint32_t *looked, uint32_t first_row, uint32_t n_pooled, uint32_t n_chosen,
-                      uint32_t n_columns WHERE) {
+                      GLOBAL uint32_t *looked, uint32_t first_row, uint32_t n_positions, uint32_t n_pooled,
+                      uint32_t n_chosen, uint32_t n_columns WHERE) {
     AWAIT
     SHARED uint32_t counts[DIGITS * THREADS], total[DIGITS], least[1];
     OWN(uint32_t, n_more, DIGITS);
-    const uint32_t row = first_row + GROUP_X, end = places[3 * row] + 1, seen = end / n_pooled;
+    const uint32_t row = first_row + GROUP_X, seen = (places[3 * row] + 1) / n_positions;
+    const uint32_t end = n_pooled == n_positions ? places[3 * row] + 1 : seen;
     const uint32_t n = seen > n_chosen ? seen : 0, each = (n + THREADS - 1) / THREADS;
     const uint32_t width = (n_chosen + 1) * n_pooled - 1, left_out = n ? (seen - n_chosen) * n_pooled : 0;
     GLOBAL const float *own = scores + (uint64_t)GROUP_X * n_columns;

@@ -54,18 +54,19 @@ KERNEL route(GLOBAL const float *scores, GLOBAL uint32_t *chosen, GLOBAL float *
 }
 
 /* The same in the groups that are best: 3 by softmax and a group's best, 4 by sigmoids and its best two, 5 by softmax
- * and its best two. A bias is added for the choice alone. `by` is scratch [rows, experts + 3 groups]. */
+ * and its best two, 6 by the roots of softpluses and its best two. A bias is added for the choice alone; with `by_token`
+ * a row's token chooses, of which `of_tokens` has [tokens, top_k]. `by` is scratch [rows, experts + 3 groups]. */
 KERNEL route_in_groups(GLOBAL float *scores, GLOBAL const float *bias, GLOBAL float *by, GLOBAL uint32_t *chosen,
-                       GLOBAL float *weights, uint32_t n_experts, uint32_t top_k, uint32_t n_groups,
-                       uint32_t top_groups, uint32_t routing, uint32_t normalises, uint32_t has_bias,
-                       float scale WHERE) {
+                       GLOBAL float *weights, GLOBAL const uint32_t *tokens, GLOBAL const uint32_t *of_tokens,
+                       uint32_t n_experts, uint32_t top_k, uint32_t n_groups, uint32_t top_groups, uint32_t routing,
+                       uint32_t normalises, uint32_t has_bias, uint32_t by_token, float scale WHERE) {
     AWAIT
     SHARED float parts[PARTS], most[1];
     const uint32_t size = n_experts / n_groups;
     GLOBAL float *own = scores + (uint64_t)GROUP_X * n_experts, *of_row = weights + (uint64_t)GROUP_X * top_k;
     GLOBAL float *biased = by + (uint64_t)GROUP_X * (n_experts + 3 * n_groups);
     GLOBAL float *of_groups = biased + n_experts, *best_two = of_groups + n_groups;
-    if (routing != 4) {
+    if (routing != 4 && routing != 6) {
         PHASE {
             for (uint32_t e = THREAD; e < n_experts; e += THREADS)
                 if (place_of(own, n_experts, e) == 0) most[0] = own[e];
@@ -74,7 +75,9 @@ KERNEL route_in_groups(GLOBAL float *scores, GLOBAL const float *bias, GLOBAL fl
     }
     PHASE {
         for (uint32_t e = THREAD; e < n_experts; e += THREADS) {
-            const float share = routing == 4 ? sigmoid(own[e]) : DIV(exponential(ADD(own[e], -most[0])), parts[0]);
+            const float share = routing == 6   ? SQRT(NARROW(softplus(WIDE(own[e]))))
+                                : routing == 4 ? sigmoid(own[e])
+                                               : DIV(exponential(ADD(own[e], -most[0])), parts[0]);
             own[e] = share;
             biased[e] = has_bias ? ADD(share, bias[e]) : share;
         }
@@ -94,6 +97,13 @@ KERNEL route_in_groups(GLOBAL float *scores, GLOBAL const float *bias, GLOBAL fl
             if (place_of(of_groups, n_groups, e / size) >= top_groups) biased[e] = routing == 3 ? 0.0f : -INFINITY;
     }
     CHOOSE(biased, n_experts, routing == 3 ? biased : own, of_row)
+    PHASE {
+        for (uint32_t k = THREAD; k < top_k && by_token; k += THREADS) {
+            const uint32_t expert = of_tokens[(uint64_t)tokens[GROUP_X] * top_k + k];
+            chosen[(uint64_t)GROUP_X * top_k + k] = expert;
+            of_row[k] = own[expert];
+        }
+    }
     PHASE {
         if (THREAD == 0) {
             float sum = of_row[0];

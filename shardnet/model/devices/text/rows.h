@@ -3,21 +3,6 @@
 #define LINE 4096 /* columns of a row that a group holds at a time */
 #define OF_LINE (LINE / THREADS / 4) /* fours of a thread */
 
-/* Adds what is in `line` to the 16 parts of a sum of squares. */
-#define ADD_SQUARES(n)                                                                                \
-    if (THREAD < PARTS) {                                                                             \
-        float sum = parts[THREAD];                                                                    \
-        AHEAD for (uint32_t i = THREAD; i < (n); i += PARTS) sum = FMA(line[i], line[i], sum);        \
-        parts[THREAD] = sum;                                                                          \
-    }
-
-/* From the parts of a sum of squares to what a row is multiplied by. */
-#define NORM_SCALE(width, eps)                                                                 \
-    if (THREAD == 0) {                                                                         \
-        ADD_UP(parts)                                                                          \
-        scale[0] = DIV(1.0f, SQRT(ADD(DIV(parts[0], (float)(width)), eps)));                   \
-    }
-
 #define ADDS 1   /* hidden += multiplier * inner */
 #define AFTER 2  /* inner is normed before that */
 #define ROUNDS 4 /* what hidden states become is rounded to bfloat16 */
@@ -98,15 +83,17 @@ KERNEL add_and_norm(GLOBAL float *hidden, GLOBAL const float *inner, GLOBAL cons
     }
 }
 
+#define BACK 2 /* of `has_pairs`: what was turned so is turned back */
+
 /* A group has head GROUP_Y of row GROUP_X, which has `n_heads` queries, behind each its gate if it `has_gates`, then
- * `n_kv_heads` keys and as many values. Queries and keys are normed with `has_norm`, and rotated, with `has_pairs` columns
- * that are neighbours; keys and values go to their slot: of a row, `places` has position, where the numbers of its slot's
- * pages begin and by how much its queries grow, and a page is `page_size` positions of all KV heads. Values there are
- * `stride` columns apart. */
+ * `n_kv_heads` keys and as many values. Queries and keys are normed with `has_norm`, and rotated from column `first` on,
+ * with `has_pairs` columns that are neighbours; keys and values go to their slot: of a row, `places` has position, where
+ * the numbers of its slot's pages begin and by how much its queries grow, and a page is `page_size` positions of all KV
+ * heads. Values there are `stride` columns apart. */
 KERNEL rotate_heads(GLOBAL float *heads, GLOBAL const float *weight, GLOBAL const float *cosines, GLOBAL const float *sines,
               GLOBAL const uint32_t *places, GLOBAL const uint32_t *pages, GLOBAL float *keys, GLOBAL float *values,
-              uint32_t n_heads, uint32_t n_kv_heads, uint32_t size, uint32_t stride, uint32_t n_rotated, uint32_t page_size,
-              uint32_t has_norm, uint32_t has_pairs, uint32_t has_gates, float eps WHERE) {
+              uint32_t n_heads, uint32_t n_kv_heads, uint32_t size, uint32_t stride, uint32_t first, uint32_t n_rotated,
+              uint32_t page_size, uint32_t has_norm, uint32_t has_pairs, uint32_t has_gates, float eps WHERE) {
     AWAIT
     SHARED float line[LINE], parts[PARTS], scale[1];
     const uint32_t row = GROUP_X, head = GROUP_Y, half_size = n_rotated / 2, position = places[3 * row];
@@ -118,10 +105,7 @@ KERNEL rotate_heads(GLOBAL float *heads, GLOBAL const float *weight, GLOBAL cons
     const int is_value = head >= n_heads + n_kv_heads;
     PHASE {
         if (THREAD < PARTS) parts[THREAD] = 0;
-        for (uint32_t i = THREAD; i < size; i += THREADS) {
-            const int is_apart = has_pairs && !is_value && i < n_rotated;
-            line[i] = heads[own + (is_apart ? i % half_size * 2 + i / half_size : i)];
-        }
+        for (uint32_t i = THREAD; i < size; i += THREADS) line[i] = heads[own + i];
     }
     if (has_norm && !is_value) {
         PHASE { ADD_SQUARES(size) }
@@ -133,13 +117,17 @@ KERNEL rotate_heads(GLOBAL float *heads, GLOBAL const float *weight, GLOBAL cons
     }
     PHASE {
         for (uint32_t i = THREAD; i < size; i += THREADS) {
+            const uint32_t k = i - first; /* beyond n_rotated before it, too */
+            const int turns = !is_value && k < n_rotated;
+            const uint32_t to = turns && has_pairs == BACK ? first + PAIRED(k) : i;
             float turned = line[i];
-            if (!is_value && i < n_rotated) {
-                const float other = line[i < half_size ? i + half_size : i - half_size];
-                const uint64_t at = (uint64_t)row * n_rotated + i;
-                turned = FMA(other, sines[at], MUL(line[i], cosines[at]));
+            if (turns) {
+                const uint32_t j = (k + half_size) % n_rotated, in_pairs = has_pairs == 1;
+                const float one = in_pairs ? line[first + PAIRED(k)] : turned, other = line[first + (in_pairs ? PAIRED(j) : j)];
+                const uint64_t at = (uint64_t)row * n_rotated + k;
+                turned = FMA(other, has_pairs == BACK ? -sines[at] : sines[at], MUL(one, cosines[at]));
             }
-            if (head < n_heads) heads[own + i] = turned;
+            if (head < n_heads) heads[own + to] = turned;
             else if (is_value) values[slot * stride + i] = turned;
             else keys[slot * size + i] = turned;
         }
@@ -225,8 +213,8 @@ KERNEL split_latents(GLOBAL const float *queries, GLOBAL const float *cached, GL
         }
         for (uint32_t i = THREAD; i < n_rotated; i += THREADS) {
             const uint32_t j = (i + half_size) % n_rotated, at = row * n_rotated + i;
-            const float one = MUL(from[width + (has_pairs ? i % half_size * 2 + i / half_size : i)], growth);
-            const float other = MUL(from[width + (has_pairs ? j % half_size * 2 + j / half_size : j)], growth);
+            const float one = MUL(from[width + (has_pairs ? PAIRED(i) : i)], growth);
+            const float other = MUL(from[width + (has_pairs ? PAIRED(j) : j)], growth);
             to[rank + i] = FMA(other, sines[at], MUL(one, cosines[at]));
         }
     }

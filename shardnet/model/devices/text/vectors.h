@@ -1,4 +1,5 @@
-/* Functions of single numbers, step by step as csrc/vectors_body.h has them, and sums over a row in 16 parts. */
+/* Functions of single numbers, step by step as csrc/vectors_body.h has them, sums over a row in 16 parts, and what a step
+ * says of its rows. */
 #define PARTS 16
 /* parts[0] becomes their sum. */
 #define ADD_UP(parts)                              \
@@ -92,3 +93,50 @@ INLINE float gated(float gate, float up, uint32_t activation, float limit, float
     up = up > limit ? limit : up < -limit ? -limit : up;
     return MUL(MUL(sigmoid(MUL(gate, alpha)), gate), ADD(up, activation == 3 ? 1.0f : 0.0f));
 }
+
+/* Adds what is in `line` to the 16 parts of a sum of squares. */
+#define ADD_SQUARES(n)                                                                                \
+    if (THREAD < PARTS) {                                                                             \
+        float sum = parts[THREAD];                                                                    \
+        AHEAD for (uint32_t i = THREAD; i < (n); i += PARTS) sum = FMA(line[i], line[i], sum);        \
+        parts[THREAD] = sum;                                                                          \
+    }
+
+/* From the parts of a sum of squares to what a row is multiplied by. */
+#define NORM_SCALE(width, eps)                                                                 \
+    if (THREAD == 0) {                                                                         \
+        ADD_UP(parts)                                                                          \
+        scale[0] = DIV(1.0f, SQRT(ADD(DIV(parts[0], (float)(width)), eps)));                   \
+    }
+
+/* Where a column stands if those that turn together are neighbours. */
+#define PAIRED(k) ((k) % half_size * 2 + (k) / half_size)
+
+/* The sum of `n` values by the softmax of their logits, both expressions in `i`; sums of exponentials are in 16 parts. */
+#define SUM_BY_SOFTMAX(sum, n, logit, value)                                                                     \
+    float sum = 0;                                                                                               \
+    {                                                                                                            \
+        float best = -INFINITY, parts[PARTS];                                                                    \
+        for (uint32_t i = 0; i < (n); i++) {                                                                     \
+            const float number = logit;                                                                          \
+            best = is_more(number, best) ? number : best;                                                        \
+        }                                                                                                        \
+        TIMES (part, PARTS) {                                                                                    \
+            parts[part] = 0;                                                                                     \
+            for (uint32_t i = part; i < (n); i += PARTS) parts[part] = ADD(parts[part], exponential(ADD(logit, -best))); \
+        }                                                                                                        \
+        ADD_UP(parts)                                                                                            \
+        for (uint32_t i = 0; i < (n); i++) {                                                                     \
+            const float part = MUL(value, DIV(exponential(ADD(logit, -best)), parts[0]));                        \
+            sum = i ? ADD(sum, part) : part;                                                                     \
+        }                                                                                                        \
+    }
+
+/* Of a row, `runs` has the first of its slot's rows, the end of them, the cell with the state before them (NO_CELL: zeros)
+ * and the cell that is to have the state after it; of rows with one cell that is the last's. No cell is both. */
+#define NO_CELL 0xffffffffu
+#define FIRST_OF(row) runs[4 * (row)]
+#define END_OF(row) runs[4 * (row) + 1]
+#define CELL_BEFORE(row) runs[4 * (row) + 2]
+#define CELL_AFTER(row) runs[4 * (row) + 3]
+#define LEAVES_STATE(row) ((row) + 1 == END_OF(row) || CELL_AFTER((row) + 1) != CELL_AFTER(row))
