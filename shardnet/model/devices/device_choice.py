@@ -107,8 +107,10 @@ class DeviceIndexer:
 class DeviceBlocks:
     """What chooses blocks of positions in one layer, of which `why_no_choice` says nothing."""
 
-    def __init__(self, own: BlockIndexer, on: MixerDevice, every: Rotary, begin: int) -> None:
-        """Upload it, and `every` place's cosines and sines. Raises CapacityError.
+    def __init__(
+        self, own: BlockIndexer, on: MixerDevice, every: Rotary, tables: Buffer, begin: int
+    ) -> None:
+        """Upload it; `tables` are those of `every` place. Raises CapacityError.
 
         What it stores stands behind `begin` columns of each value.
         """
@@ -117,7 +119,7 @@ class DeviceBlocks:
         norms = own.q_norm.weight[0], own.k_norm.weight
         self._norm = on.put(np.stack([norm.float().numpy() for norm in norms]))
         self._eps, self._n_rotated = np.float32(own.k_norm.eps), every.cos.shape[-1]
-        self._tables = on.put(torch.cat((every.cos, every.sin), 1).numpy())
+        self._tables = tables
         axes = torch.zeros(self._n_rotated) if every.axes is None else every.axes
         self._axes = on.put(axes.numpy().astype(np.uint32))
         self._kernels = on.kernels.of({"SIZE": config.head_size}, CHOICE_PARTS, CHOICE_NAMES)

@@ -342,6 +342,8 @@ class DeviceLayers:
         self._entries: dict[int, int] = {}
         """A layer for each number of positions that entries are made of."""
         self._chosen_entries: tuple[int, int] | None = None
+        self._places: dict[int, Buffer] = {}
+        """Cosines and sines of all positions, by the table that layers among blocks have."""
         self._on = MixerDevice(
             driver=device.driver,
             kernels=device.kernels,
@@ -443,8 +445,11 @@ class DeviceLayers:
         assert isinstance(own, SelfAttention | GatedAttention)
         choose = None
         if isinstance(own, GatedAttention) and own.indexer is not None:
-            indexer, every = own.indexer, self._every[self._ropes[index]]
-            choose = DeviceBlocks(indexer, on, every, own.head_size)
+            indexer, rope = own.indexer, self._ropes[index]
+            every = self._every[rope]
+            if rope not in self._places:
+                self._places[rope] = on.put(torch.cat((every.cos, every.sin), 1).numpy())
+            choose = DeviceBlocks(indexer, on, every, self._places[rope], own.head_size)
             pool, config = partial(indexer.pool, every), indexer.config
             self._kv.pooled[index] = config.n_pooled, config.head_size, pool
             self._indexers.append(indexer)
