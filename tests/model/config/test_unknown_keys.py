@@ -127,9 +127,10 @@ NEEDED: dict[str, dict[str, Any]] = {
     "qwen4_exp": {"text_config": _QSA},
 }
 """What checkpoints give, and the defaults lack or have in a way that no model has."""
+UNKNOWN_TO_TRANSFORMERS = {"deepseek_v41", "deepseek_v41_text"}
 
 
-@pytest.mark.parametrize("kind", [*FAMILIES, *WRAPPERS])
+@pytest.mark.parametrize("kind", sorted({*FAMILIES, *WRAPPERS} - UNKNOWN_TO_TRANSFORMERS))
 def test_keys_that_change_nothing_are_read_in_every_family(kind: str, tmp_path: Path) -> None:
     """As transformers' own class writes the config, in full and saved, with what others add."""
     theirs = AutoConfig.for_model(kind, **NEEDED.get(kind, {}))

@@ -317,7 +317,7 @@ CASES["qwen4_exp"] = replace(
     wrapper="qwen4_exp",
     text=QWEN4
     | FAMILY_CASES["qwen4_exp_text"]
-    | {"rope_parameters": _AXES | {"partial_rotary_factor": 0.5}},
+    | {"rope_parameters": _AXES | {"partial_rotary_factor": 0.5}, "hc_count": 3},
 )
 _GLM_AXES = _AXES | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}
 CASES["glm4v"] = VisionCase(

@@ -51,7 +51,8 @@ def make_wheel(
             "\nRequires-Dist:", f"\nRequires-Dist: {requires}\nRequires-Dist:", 1
         )
     files = dict(_small(main) if main else _all())
-    files |= dict(_bytecode(files.keys() - before.keys() - {"shardnet/__init__.py"}))
+    if not main:
+        files |= dict(_bytecode(files.keys() - before.keys() - {"shardnet/__init__.py"}))
     init = files["shardnet/__init__.py"].replace(__version__.encode(), version.encode())
     files["shardnet/__init__.py"] = init
     for name, text in before.items():
