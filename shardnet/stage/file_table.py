@@ -63,9 +63,8 @@ class RowCache:
 
     def bring(self, texts: Sequence[Text]) -> list[list[Tensor]]:
         """Have the rows come that texts need; return them for each table. Raises LostShardError."""
-        found: dict[RowsOf, list[Tensor]] = {}  # a table of scales has the rows of its codes
-        for of in (table.rows_of for table in self.tables):
-            found[of] = found.get(of) or [of(*text) for text in texts]
+        kinds = dict.fromkeys(table.rows_of for table in self.tables)  # scales have those of codes
+        found = {of: [of(*text) for text in texts] for of in kinds}
         needed = [found[table.rows_of] for table in self.tables]
         self.rows(
             [

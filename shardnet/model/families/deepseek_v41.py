@@ -99,10 +99,7 @@ def _load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer
     own = made.attention
     assert isinstance(own, AttentionSublayer)
     assert isinstance(own.self_attn, CompressedAttention)
-    assert config.compressed is not None
-    sharing = SharingSublayer(
-        residual=own.residual, self_attn=own.self_attn, n_carried=config.compressed.n_carried
-    )
+    sharing = SharingSublayer(residual=own.residual, self_attn=own.self_attn)
     return load_engram(config, weights, layer, replace(made, attention=sharing))
 
 

@@ -149,9 +149,12 @@ class DecoderStage:
         embedded = self._embedding(step.token_ids)
         if self._streams is None:
             return embedded
-        carried = embedded.new_zeros(len(embedded), self._n_carried)
-        carried[:, :1] = 1  # of lagged streams the first is the first sub-layer's whole input
-        return torch.cat((embedded.repeat(1, self._streams.count), carried), 1)
+        rows = embedded.repeat(1, self._streams.count)
+        if not self._n_carried:
+            return rows
+        carried = rows.new_zeros(len(rows), self._n_carried)
+        carried[:, 0] = 1  # the first stream is the first sub-layer's whole input
+        return torch.cat((rows, carried), 1)
 
     def walk(self, hidden: Tensor, step: ForwardStep) -> Iterator[Tensor]:
         """Run hidden states [T, E] through the stage's layers: yields [T, E] after each, lazily."""

@@ -413,17 +413,17 @@ class CompressedAttention:
 class SharingSublayer:
     """Compressed attention with its norm and residual, and the shared entries of rows.
 
-    These are the last `n_carried` columns.
+    These are the last columns.
     """
 
     residual: Residual
     self_attn: CompressedAttention
-    n_carried: int
 
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
         """Run rows [T, N x E and more] through it in layer `index` within the stage: the same."""
-        shared = hidden[:, -self.n_carried :].clone()
+        n_carried = self.self_attn.config.n_carried
+        shared = hidden[:, -n_carried:].clone()
         attended = self.residual.around(
             hidden, lambda normed: self.self_attn.attend(normed, shared, index, rotary, step)
         )
-        return torch.cat((attended[:, : -self.n_carried], shared), 1)
+        return torch.cat((attended[:, :-n_carried], shared), 1)
