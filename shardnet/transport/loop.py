@@ -92,6 +92,18 @@ async def cancel_all(*tasks: asyncio.Future[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def shielded(running: asyncio.Future[T]) -> T:
+    """Wait for `running`, which goes on if the caller is cancelled; what it raises then is unheard.
+
+    `asyncio.shield` alone forgets `running` then: its exception is reported as never retrieved.
+    """
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        running.add_done_callback(lambda done: done.cancelled() or done.exception())
+        raise
+
+
 async def finish(work: Coroutine[Any, Any, T]) -> T:
     """Run `work` to its end even if the caller is cancelled, and raise the cancellation afterwards.
 

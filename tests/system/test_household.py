@@ -113,12 +113,19 @@ async def states(client: Client) -> dict[str, HouseholdModelState]:
     return {one.model.name: one for one in await client.household()}
 
 
-async def until_told(home: Home, place: int, names: set[str]) -> dict[str, HouseholdModelState]:
-    """Return how the models are, once a node knows these; it may wait for another one to lead."""
+async def until_told(
+    home: Home, place: int, names: set[str], placed: str = ""
+) -> dict[str, HouseholdModelState]:
+    """Return how the models are, once a node knows these, and where the layers of `placed` are.
+
+    It may wait for another one to lead, and that one for the runners to say.
+    """
     async with home.connect(place) as client, asyncio.timeout(60):
         while True:
             with contextlib.suppress(LinkError):
-                if {*(found := await states(client))} == names:
+                found = await states(client)
+                shares = found[placed].shares if placed in found else []
+                if {*found} == names and all(share.layers for share in shares):
                     return found
             await asyncio.sleep(0.2)
 
@@ -288,7 +295,7 @@ def test_another_node_leads_in_place_of_one_that_ends_and_finds_what_is_loaded(
             before = await until_told(home, 2, {"one", "other"})
             nodes[0].stop()
             await say(2, "other")  # waits for somebody to lead
-            after = await until_told(home, 1, {"one", "other"})
+            after = await until_told(home, 1, {"one", "other"}, placed="one")
             assert after["one"].shares == before["one"].shares
             assert after["one"].state == "loaded"
             await say(2, "one")
@@ -307,9 +314,8 @@ def test_another_node_leads_in_place_of_one_that_ends_and_finds_what_is_loaded(
             nodes[0] = machine.start_nodes("anna", arguments=again)[0]
             await until_told(home, 0, {"one", "third"})
             await say(0, "third")
-            assert (await until_told(home, 1, {"one", "third"}))["one"].shares == before[
-                "one"
-            ].shares
+            found = await until_told(home, 1, {"one", "third"}, placed="one")
+            assert found["one"].shares == before["one"].shares
 
         asyncio.run(main())
 

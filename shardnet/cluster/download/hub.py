@@ -37,6 +37,7 @@ from shardnet.files import delete, rename
 from shardnet.threads import DaemonThreads
 from shardnet.tokenizers.formats.tokenizer_files import has_tokenizer
 from shardnet.tokenizers.tokenizer import no_tokenizer
+from shardnet.transport.loop import shielded
 
 LEFT_FREE_BYTES: Final = 64 << 20
 """Space that is always left free for other programs."""
@@ -453,9 +454,8 @@ async def pull_beside(
     pull = partial(hub.pull, name, report, tokenizer_for=tokenizer_for)
     pulling = asyncio.wrap_future(DaemonThreads(1, "shardnet-pull").submit(pull))
     try:
-        pulled = await asyncio.shield(pulling)
+        pulled = await shielded(pulling)
     except asyncio.CancelledError:
         is_cancelled = True
-        pulling.add_done_callback(lambda done: done.cancelled() or done.exception())
         raise
     log(f"pulled {name}: {pulled.n_new_bytes / 2**20:.0f} MiB into {pulled.folder}")

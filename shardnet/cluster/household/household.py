@@ -486,8 +486,6 @@ class Household:
             kept.state, kept.lost_s = "lost", self.clock()
             if await self._leads(kept):
                 self.log(f"{kept.model.name} is loaded already")
-                with contextlib.suppress(ShardnetError):
-                    kept.plan = await self._orders.plan(kept)
 
     async def _unload(self, kept: KeptModel, idle_s: float | None, why: str = "") -> bool:
         """Have a model's ring freed; say whether it was: nobody may have asked for `idle_s`.
@@ -541,9 +539,14 @@ class Household:
                     await self._find_runners(kept, [*infos.values()])
             for node in kept.used - here:
                 kept.lacks_bytes += kept.shares.pop(node).memory_bytes
+                kept.plan = None
             if kept.state in ("loaded", "lost") and kept.lacks_bytes:
                 async with self._changing:
                     await self._make_up(kept)
+            if kept.address and kept.plan is None:  # another leader had it loaded, or a node has gone
+                async with self._changing:
+                    with contextlib.suppress(ShardnetError):
+                        kept.plan = await self._orders.plan(kept)
         for kept in [one for one in self._ordered() if not one.is_encoder]:
             idle_s, due_s = kept.model.idle_s, kept.tried_s + AGAIN_S
             if kept.address and idle_s is not None and not (kept.n_requests or kept.n_waiting):
@@ -603,7 +606,10 @@ class Household:
         """See how a model's ring is: whether it stands, at its head or another of its runners."""
         if kept.state not in ("loaded", "lost"):
             return False
-        if (led := await self._orders.led(kept)) is not None:
+        led = await self._orders.led(kept)
+        if kept.state not in ("loaded", "lost"):  # it was unloaded meanwhile
+            return False
+        if led is not None:
             kept.address, kept.load = led
             kept.state, kept.why = "loaded", ""
             return True

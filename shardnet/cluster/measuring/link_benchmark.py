@@ -35,6 +35,7 @@ from shardnet.runtime.loading.measuring import rounded
 from shardnet.runtime.processors.processor_use import ProcessorUse
 from shardnet.runtime.ring.shard_links import ShardLinks
 from shardnet.transport.link import Link
+from shardnet.transport.loop import shielded
 from shardnet.types import Epoch, NodeId, StepId, WireDType
 from shardnet.wire.framing.frames import KIB
 from shardnet.wire.framing.schema import MAX_PING_BYTES
@@ -141,7 +142,7 @@ class GatherBenchmark:
                 raise
             running.add_done_callback(lambda _: links.close())
             try:
-                return await asyncio.shield(running)
+                return await shielded(running)
             finally:
                 connection.cut()  # a job that is not awaited any more ends
         finally:

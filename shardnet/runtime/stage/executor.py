@@ -18,7 +18,7 @@ from typing import Final, Protocol, TypeVar
 from shardnet.errors import CancelledRequestError, PeerFailedError, ShardnetError
 from shardnet.runtime.stage.stage_order import ONE_DEVICE, StageDevice
 from shardnet.threads import DaemonThreads, contained, keep_to
-from shardnet.transport.loop import finish
+from shardnet.transport.loop import finish, shielded
 
 T = TypeVar("T")
 
@@ -373,7 +373,7 @@ class ComputeThreads:
         # Queued at once, in one order: two such jobs never wait for each other.
         for other in others:
             other.post(wait, _nothing, _nothing)
-        return await asyncio.shield(first.submit(alone))
+        return await shielded(first.submit(alone))
 
     def share_cores(self, n_threads: int, set_threads: Callable[[int], None]) -> None:
         """Have each thread call `set_threads` with its share of `n_threads`, before its next job.

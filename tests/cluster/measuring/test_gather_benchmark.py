@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from msgspec.structs import replace
@@ -159,6 +160,32 @@ def test_a_link_that_takes_too_long_has_no_figures(monkeypatch: pytest.MonkeyPat
             assert await both.measuring.measure(NodeId("far")) is None
 
     HARNESSES["tcp-asyncio"].run(scenario)
+
+
+def test_gathers_that_are_given_up_end_unheard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the thread that exchanges parts raises later is nobody's error."""
+    monkeypatch.setattr(link_benchmark, "PART_S", 60.0)
+    monkeypatch.setattr(link_benchmark, "GATHER_GIVE_UP_S", 0.3)
+    reported: list[dict[str, Any]] = []
+
+    async def silent(link: Link) -> None:
+        connection = await link.detach()
+        await gone.wait()
+        connection.close()
+
+    async def scenario(harness: Harness) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: reported.append(what))
+        async with ends(harness) as both:
+            both.serve = silent
+            assert await both.measuring.measure(NodeId("far")) is None
+            await both.near.executor.run(lambda: None)  # the exchange has ended
+            gone.set()
+        gc.collect()
+        await asyncio.sleep(0)
+
+    gone = asyncio.Event()
+    HARNESSES["tcp-asyncio"].run(scenario)
+    assert reported == []
 
 
 def test_a_node_that_nobody_can_dial_has_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
