@@ -543,7 +543,7 @@ class Household:
             if kept.state in ("loaded", "lost") and kept.lacks_bytes:
                 async with self._changing:
                     await self._make_up(kept)
-            if kept.address and kept.plan is None:  # another leader had it loaded, or a node has gone
+            if kept.address and kept.plan is None:  # another leader loaded it, or a node has gone
                 async with self._changing:
                     with contextlib.suppress(ShardnetError):
                         kept.plan = await self._orders.plan(kept)
