@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from functools import cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from support.rings.changing_ring import pull
 from support.rings.toy_ring import HOLE, ToyRing, ToySlot, ToyStage
 
@@ -58,13 +60,21 @@ _PRIME = 1048573
 """Digests are below it, and so float32 holds them."""
 
 
+@cache
+def _powers(base: int, n: int) -> NDArray[np.int64]:
+    return np.array([pow(base, place, _PRIME) for place in range(n)])
+
+
 def digests(tokens: Sequence[int], before: int = 0) -> list[int]:
-    """Digest the first token, the first two, and so on, behind those with the digest `before`."""
-    return [
-        *accumulate(
-            tokens, lambda digest, token: (digest * 31 + token + 2) % _PRIME, initial=before
-        )
-    ][1:]
+    """Digest the first token, the first two, and so on, behind those with the digest `before`.
+
+    Each is 31 times the one before it, and the token and 2, modulo a prime.
+    """
+    n = len(tokens)
+    up, down = _powers(31, 8192)[:n], _powers(pow(31, -1, _PRIME), 8192)[:n]
+    sums = np.cumsum((np.array(tokens, np.int64) + 2) * down % _PRIME) + before * 31
+    made: list[int] = (sums % _PRIME * up % _PRIME).tolist()
+    return made
 
 
 @dataclass

@@ -10,6 +10,7 @@ import heapq
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Literal
 
 from support.rings.toy_mtp import PART, ToyTail
@@ -23,6 +24,11 @@ from shardnet.runtime.scheduling.step_cost import RingLimits, StepCost, StepLimi
 from shardnet.slot_operations import OpenSequence
 from shardnet.types import Epoch, MicroBatch, SequenceId
 from shardnet.wire.messages.extras import Drafts
+
+
+@cache
+def _chance(seed: int, position: int) -> float:
+    return random.Random(f"{seed} {position}").random()
 
 
 class Erring:
@@ -45,7 +51,7 @@ class Erring:
         text = [*tokens, *ahead]
         for _ in range(limit):
             right = self._right[len(text) // PART % len(self._right)]
-            is_right = random.Random(f"{self._seed} {len(text)}").random() < right
+            is_right = _chance(self._seed, len(text)) < right
             text.append((next_token(text[-40:]) + (not is_right)) % VOCABULARY)
         return text[len(tokens) + len(ahead) :]
 
