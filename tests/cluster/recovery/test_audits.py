@@ -73,7 +73,7 @@ class Audited:
     async def audit(self, until: Callable[[], bool]) -> None:
         while not until():
             await self.head.audits.audit()
-            await asyncio.sleep(0)  # without a ring it comes back at once
+            await asyncio.sleep(0.005)  # without a ring it comes back at once
 
     @property
     def used(self) -> set[str]:
