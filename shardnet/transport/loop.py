@@ -100,8 +100,14 @@ async def shielded(running: asyncio.Future[T]) -> T:
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
-        running.add_done_callback(lambda done: done.cancelled() or done.exception())
+        running.add_done_callback(unheard)
         raise
+
+
+def unheard(done: asyncio.Future[Any]) -> None:
+    """Take what work raised that nobody waits for: it would be reported as never retrieved."""
+    if not done.cancelled():
+        done.exception()
 
 
 async def finish(work: Coroutine[Any, Any, T]) -> T:

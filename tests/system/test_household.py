@@ -125,7 +125,8 @@ async def until_told(
             with contextlib.suppress(LinkError):
                 found = await states(client)
                 shares = found[placed].shares if placed in found else []
-                if {*found} == names and all(share.layers for share in shares):
+                is_told = not placed or (shares and all(share.layers for share in shares))
+                if {*found} == names and is_told:
                     return found
             await asyncio.sleep(0.2)
 
@@ -253,9 +254,10 @@ def test_a_node_that_drains_gives_the_layers_of_its_runners_away(tmp_path: Path)
                         ids += event.token_ids
                 assert tuple(ids) == tuple(whole.token_ids)
             other = 1 if leaving is nodes[0] else 0  # the one that leads may be the one that leaves
-            state = (await until_told(home, other, {"large"}))["large"]
-            assert tail not in {share.name for share in state.shares}
-            return leaving
+            while True:  # who leads hears of it a moment later
+                state = (await until_told(home, other, {"large"}, placed="large"))["large"]
+                if tail not in {share.name for share in state.shares}:
+                    return leaving
 
         async def drain(place: int) -> None:
             async with home.connect(place) as client:

@@ -9,6 +9,7 @@ from support.system.parrot import Parrots
 
 from shardnet.api.client import connect
 from shardnet.sampling_params import SamplingParams
+from shardnet.wire.messages.diagnostics import NodeReport
 from shardnet.wire.messages.plans import ModelChoice
 
 N_TOKENS = 6
@@ -26,7 +27,10 @@ def test_a_trace_has_every_step_on_both_nodes_in_order(trio: Crew, parrots: Parr
                 (await client.complete("a", SamplingParams(), max_tokens=N_TOKENS, trace=trace))[0]
                 for trace in (False, True)
             ]
-            reports = [reply async for reply in client.report(with_peers=True)]
+            told: dict[str, NodeReport] = {}
+            while not {node.ready["name"] for node in nodes} <= told.keys():  # a busy one is late
+                reports = [reply async for reply in client.report(with_peers=True)]
+                told = {one.name: one.report for one in reports if one.report is not None}
         assert plain.trace is None
         assert plain.text == traced.text
         trace = traced.trace
@@ -42,7 +46,6 @@ def test_a_trace_has_every_step_on_both_nodes_in_order(trio: Crew, parrots: Parr
             assert first.done_us - within_us <= second.arrived_us
             assert second.done_us <= step.answered_us + within_us
 
-        told = {reply.name: reply.report for reply in reports if reply.report is not None}
         work = told[trace.nodes[0]].ring  # the other node may lead one of another test yet
         assert work is not None
         assert [stage.name for stage in work.stages] == list(trace.nodes)

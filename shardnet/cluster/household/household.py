@@ -40,7 +40,7 @@ from shardnet.errors import (
     UsageError,
 )
 from shardnet.transport.link import Link
-from shardnet.transport.loop import cancel_all
+from shardnet.transport.loop import cancel_all, unheard
 from shardnet.types import NodeId
 from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.generation import Unload
@@ -371,7 +371,7 @@ class Household:
 
         if kept.loading is None or kept.loading.done():
             kept.loading = asyncio.create_task(load())
-            kept.loading.add_done_callback(lambda task: task.cancelled() or task.exception())
+            kept.loading.add_done_callback(unheard)
         return kept.loading
 
     @contextlib.asynccontextmanager

@@ -19,6 +19,7 @@ from shardnet.runtime.stage.stage_order import StageOrder
 from shardnet.stage.estimate.memory_estimate import stage_weight_bytes
 from shardnet.stage.estimate.stored_dtype import weight_form
 from shardnet.transport.link import Link
+from shardnet.transport.loop import unheard
 from shardnet.types import HeldRows, LayerRange, SequenceId, SlotId, StateId, block_spans
 from shardnet.wire.messages import stages
 from shardnet.wire.messages.bulk import FetchKv, KvRows
@@ -262,6 +263,7 @@ class KvOrders:
     def _expire(self) -> None:
         self._expiry = None
         self._forgetting = asyncio.ensure_future(self._forget())
+        self._forgetting.add_done_callback(unheard)
 
     async def _forget(self) -> None:
         """Close the links, and drop what came and was not opened, unless its stage loads now."""

@@ -34,6 +34,7 @@ from shardnet.cluster.pressure import policy
 from shardnet.cluster.router.router import Router
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import BusyError, ShardnetError
+from shardnet.transport.loop import shielded
 from shardnet.types import PORTABLE_ARITHMETIC, NodeId
 from shardnet.wire.framing.schema import MAX_NAME
 from shardnet.wire.messages.control import Done
@@ -118,7 +119,7 @@ class NodeDrain:
         runners = asyncio.ensure_future(self.drain_runners(deadline_s))
         try:
             async with asyncio.timeout(deadline_s):
-                await asyncio.shield(runners)
+                await shielded(runners)
                 while not (await self.leave(pauses_s=pauses_s) and pauses_s):
                     if self._leads and await self.hand_over():
                         self.log("the deputy goes on with the requests of this node")

@@ -30,6 +30,7 @@ from shardnet.errors import (
 )
 from shardnet.transport.deadline import deadline
 from shardnet.transport.link import Link
+from shardnet.transport.loop import unheard
 from shardnet.wire.framing.frames import FrameKind
 from shardnet.wire.framing.schema import Envelope, Numbered, Phase, Reply, read_envelope
 from shardnet.wire.messages.activity import ActivityRequest
@@ -164,10 +165,14 @@ class ControlLink:
 
     async def report_until(self, request: int, work: asyncio.Future[Any]) -> None:
         """Send progress for a request of the peer until its `work` has ended."""
-        while not work.done():
-            await asyncio.wait([work], timeout=REPORT_S)
-            if not work.done():
-                self.tell_progress(request, 0, 0)
+        try:
+            while not work.done():
+                await asyncio.wait([work], timeout=REPORT_S)
+                if not work.done():
+                    self.tell_progress(request, 0, 0)
+        except BaseException:  # nobody hears how it ends
+            work.add_done_callback(unheard)
+            raise
 
     async def answer_with(self, request: int, work: Coroutine[Any, Any, Numbered]) -> None:
         """Send progress for a request of the peer while `work` runs, then what it returns.

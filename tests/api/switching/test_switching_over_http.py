@@ -175,7 +175,7 @@ def test_who_hears_nothing_is_told_what_a_model_of_the_household_waits_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It has no turn in the ring. keep_alive 0 has it unloaded."""
-    monkeypatch.setattr(service, "PATIENCE_S", 0.02)
+    monkeypatch.setattr(service, "PATIENCE_S", 0.3)
 
     async def main() -> None:
         async with ring() as there:
@@ -215,7 +215,7 @@ def test_who_hears_nothing_is_told_what_a_model_of_the_household_waits_for(
 def test_who_hears_nothing_is_told_when_to_ask_again_and_finds_it_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(service, "PATIENCE_S", 0.02)
+    monkeypatch.setattr(service, "PATIENCE_S", 0.3)
 
     async def main() -> None:
         async with ring() as there:
@@ -229,6 +229,7 @@ def test_who_hears_nothing_is_told_when_to_ask_again_and_finds_it_loaded(
             assert (await ask(there.server.app, "/health")).status == 200
             assert there.n_given_up == 0
             there.may_load.set()
+            monkeypatch.setattr(service, "PATIENCE_S", 60)  # a busy machine answers late
             answer = await ask(there.server.app, COMPLETIONS, saying("hello", BIG))
             assert answer.json["choices"][0]["text"] == "hello"
             assert there.loaded == [BIG]

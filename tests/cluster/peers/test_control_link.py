@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -23,7 +24,7 @@ from shardnet.errors import (
     ShardnetError,
     VersionMismatchError,
 )
-from shardnet.transport.loop import finish
+from shardnet.transport.loop import cancel_all, finish
 from shardnet.transport.memory import memory_pair
 from shardnet.wire.framing.frames import Frame, FrameKind
 from shardnet.wire.messages.control import Done, Failed, control_frame
@@ -307,6 +308,38 @@ def test_a_peer_that_answers_nothing_is_told_that_nobody_waits(
                 await cancelled.wait()
 
     asyncio.run(main())
+
+
+def test_work_that_is_given_up_fails_unheard() -> None:
+    """It raises when nobody waits for its answer any more: that is nobody's error."""
+    reported: list[dict[str, Any]] = []
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: reported.append(what))
+        begun, ended = asyncio.Event(), asyncio.Event()
+
+        async def fail() -> Done:
+            begun.set()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                ended.set()
+                raise UsageError("it was given up") from None
+            raise AssertionError("it waits for ever")
+
+        async def answer(control: ControlLink, message: Incoming) -> None:
+            await control.answer_with(1, fail())
+
+        async with pair(answer) as (asking, _):
+            given_up = asyncio.create_task(asking.ask(Unload(request=5), Done))
+            await begun.wait()
+            await cancel_all(given_up)
+            await ended.wait()
+        gc.collect()
+        await asyncio.sleep(0)
+
+    asyncio.run(main())
+    assert reported == []
 
 
 def test_a_cancelled_request_is_answered_with_its_code() -> None:

@@ -52,7 +52,7 @@ def test_nobody_is_lost_because_nobody_answers(
     lost: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stand_in, "SEEN_S", 0.05)
+    monkeypatch.setattr(stand_in, "SEEN_S", 0.05 if back_after is None else 60.0)
     monkeypatch.setattr(stand_in, "AGAIN_S", 0.005)
     nodes = dict(zip(OTHERS, (Node(bert), Node(cleo)), strict=True))
     n_looks = 0

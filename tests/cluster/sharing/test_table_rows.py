@@ -147,7 +147,7 @@ def test_a_node_that_is_silent_or_sends_too_much_is_left_for_the_next(
         assert await asker.ask(1) == asker.stored(1)
         assert asker.sources.dialled[2:] == ["long", "bert"]
 
-    asking(source, tmp_path, scenario, answer_s=0.3)
+    asking(source, tmp_path, scenario, answer_s=1.0)  # bert is asked too, and may be held up
 
 
 def test_a_node_without_the_tables_or_of_an_older_release_is_not_asked(
