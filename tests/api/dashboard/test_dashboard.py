@@ -358,7 +358,7 @@ def test_a_load_is_a_job_with_the_progress_of_its_stages() -> None:
                     "mend it",
                 )
             assert (await page.post("/unload")).json["state"] == "running"
-            while (await page.ask("/state")).json["jobs"][-1]["state"] != "done":
+            while (await page.ask("/state")).json["jobs"][-1]["state"] != "done":  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
     asyncio.run(main())

@@ -22,6 +22,7 @@ from shardnet.errors import (
     PeerSilentError,
     RemoteProtocolError,
     ShardnetError,
+    UsageError,
     VersionMismatchError,
 )
 from shardnet.transport.loop import cancel_all, finish
