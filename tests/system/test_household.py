@@ -255,8 +255,8 @@ def test_a_node_that_drains_gives_the_layers_of_its_runners_away(tmp_path: Path)
                 assert tuple(ids) == tuple(whole.token_ids)
             other = 1 if leaving is nodes[0] else 0  # the one that leads may be the one that leaves
             while True:  # who leads hears of it a moment later
-                state = (await until_told(home, other, {"large"}, placed="large"))["large"]
-                if tail not in {share.name for share in state.shares}:
+                state = (await until_told(home, other, {"large"}))["large"]
+                if state.shares and tail not in {share.name for share in state.shares}:
                     return leaving
 
         async def drain(place: int) -> None:
