@@ -17,6 +17,7 @@ from support.models.pictured_model import make_pictured, png
 from support.models.projector_files import Kind, write_mmproj
 from support.models.trained_tokenizers import LLAMA3, gguf_ranks
 from support.models.vision_checkpoints import CASES
+from support.servers.proxy import slow_link
 from support.system.nodes import Machine, NodeProcess
 
 from shardnet.api.client import Client, connect
@@ -91,7 +92,6 @@ def test_the_same_words_go_on_where_a_node_is_lost(
 ) -> None:
     nodes = machine.start_nodes("anna", "bert")
     addresses = [node.address for node in nodes]
-    pair = ModelChoice(model=str(folder), nodes=addresses, context=512, dtype="float32")
     victim: NodeProcess = nodes[lost == "tail"]
 
     def kill(n_tokens: int) -> None:
@@ -105,9 +105,16 @@ def test_the_same_words_go_on_where_a_node_is_lost(
                 client, ModelChoice(model=str(folder), nodes=addresses[:1], dtype="float32")
             )
             assert len(alone) == N_TOKENS
-            undisturbed, _ = await say(client, pair)
-            assert undisturbed == alone
-            disturbed, states = await say(client, pair, kill, **key)
+            with slow_link(nodes[1].ready["port"]) as to_bert:  # a busy client sees tokens late
+                pair = ModelChoice(
+                    model=str(folder),
+                    nodes=[addresses[0], to_bert],
+                    context=512,
+                    dtype="float32",
+                )
+                undisturbed, _ = await say(client, pair)
+                assert undisturbed == alone
+                disturbed, states = await say(client, pair, kill, **key)
             assert disturbed == alone
             assert RequestState.RECOVERING.value in states
 
