@@ -125,7 +125,6 @@ async def finish(work: Coroutine[Any, Any, T]) -> T:
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:
-        if not task.cancelled():
-            task.exception()  # no caller is left to get it
+        unheard(task)
         raise cancelled
     return task.result()

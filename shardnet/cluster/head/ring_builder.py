@@ -21,7 +21,7 @@ from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.stage_form import StageForm
 from shardnet.tokenizers.tokenizer import TextProcess, Tokenizer, read_eos_ids
-from shardnet.transport.loop import finish
+from shardnet.transport.loop import finish, shielded
 from shardnet.types import Epoch
 from shardnet.wire.framing.schema import MAX_STAGES
 from shardnet.wire.messages.membership import NodeInfo
@@ -119,16 +119,10 @@ async def _open_tokenizer(disk: DiskJobs, path: Path) -> tuple[Tokenizer | None,
             await asyncio.wait([reading], timeout=0.1)
 
     reading = disk.submit(path, read, alive)
-    shielded = asyncio.shield(reading)
     try:
-        return await shielded
+        return await shielded(reading)
     except asyncio.CancelledError:
-        try:
-            await finish(abandon())
-        finally:
-            for failed in (reading, shielded):  # no caller is left to get it
-                if failed.done() and not failed.cancelled():
-                    failed.exception()
+        await finish(abandon())
         raise
 
 

@@ -545,8 +545,9 @@ class Household:
                     await self._make_up(kept)
             if kept.address and kept.plan is None:  # another leader loaded it, or a node has gone
                 async with self._changing:
-                    with contextlib.suppress(ShardnetError):
-                        kept.plan = await self._orders.plan(kept)
+                    if kept.address:  # it was not unloaded meanwhile
+                        with contextlib.suppress(ShardnetError):
+                            kept.plan = await self._orders.plan(kept)
         for kept in [one for one in self._ordered() if not one.is_encoder]:
             idle_s, due_s = kept.model.idle_s, kept.tried_s + AGAIN_S
             if kept.address and idle_s is not None and not (kept.n_requests or kept.n_waiting):

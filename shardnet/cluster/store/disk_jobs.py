@@ -21,6 +21,7 @@ import psutil
 from shardnet.errors import BusyError, DiskSilentError, PeerFailedError
 from shardnet.runtime.processors.processor_use import NO_FIGURE
 from shardnet.threads import DaemonThreads
+from shardnet.transport.loop import unheard
 from shardnet.types import remember
 
 T = TypeVar("T")
@@ -90,7 +91,7 @@ class DiskJobs:
         while waiting := [job for lane in self._lanes.values() for job in lane.jobs]:
             ends = [asyncio.wrap_future(job) for job in waiting]
             for end in ends:  # its error goes to the submitter of each job
-                end.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+                end.add_done_callback(unheard)
             done, _ = await asyncio.wait(ends, timeout=patience_s)
             beats = [lane.beat() for lane in self._lanes.values()]
             if not done and beats == seen:
